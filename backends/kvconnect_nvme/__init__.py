@@ -1,0 +1,1 @@
+"""The embedded NVMe store (see `kvconnect_nvme.store`)."""

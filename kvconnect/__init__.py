@@ -1,0 +1,1 @@
+"""kvconnect: the storage-backend connector for disaggregated LLM KV caches."""
