@@ -146,6 +146,9 @@ class Capabilities:
     durable: bool = False
     range_read: bool = False
     max_region_bytes: int | None = None
+    lease_seconds: float | None = None
+    """How long what `exists` or a load has seen stays readable; a load that took longer is a
+    miss whatever it returned. None where objects cannot vanish under a reader."""
 
 
 class Closable(Protocol):

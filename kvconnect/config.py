@@ -12,6 +12,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from typing import Annotated, Any, Literal, TypeVar
 
 from kvconnect.errors import ConfigError
@@ -35,15 +36,16 @@ def parse_bytes(value: object, field: str = "size") -> int:
     >>> parse_bytes("1.5GiB")
     1610612736
     """
-    if isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
     unit = match and _UNITS.get(match[2].lower())
     if not match or unit is None:
         raise ConfigError(f"{field}={value!r} is no size; write bytes or a unit, as in 200GiB")
-    count = float(match[1]) * unit if "." in match[1] else int(match[1]) * unit
-    if count != int(count):
-        raise ConfigError(f"{field}={value!r} is {count} bytes; it must be a whole number")
+    # A fraction, because 64.1 * 1000 is 64099.99999999999 in floating point.
+    count = Fraction(match[1]) * unit
+    if count.denominator != 1:
+        raise ConfigError(f"{field}={value!r} is {float(count)} bytes; it must be a whole number")
     return int(count)
 
 

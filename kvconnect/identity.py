@@ -121,8 +121,15 @@ class Identity:
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise ConfigError(f"identity field {name!r} is {value!r}; give text or None")
-        if list(self.extra) != sorted(self.extra):
-            raise ConfigError("identity field 'extra' must be sorted (name, value) pairs")
+        pairs = list(self.extra)
+        if not all(isinstance(word, str) for pair in pairs for word in pair):
+            raise ConfigError(
+                f"identity field 'extra' is {self.extra!r}; names and values are text"
+            )
+        if pairs != sorted(pairs) or len(dict(pairs)) != len(pairs):
+            raise ConfigError(
+                "identity field 'extra' must be sorted (name, value) pairs, each name once"
+            )
 
     def fields(self) -> list[tuple[str, Field]]:
         """Return (name, value) of every field in record order."""
@@ -235,12 +242,17 @@ def page_hashes(
     """
     if page_size < 1:
         raise ConfigError(f"page_size is {page_size}; it must be at least 1")
-    if (first_page > 0) != (parent is not None):
+    if first_page < 0 or (first_page > 0) != bool(parent):
         raise ConfigError(
-            f"page {first_page} with parent hash {'missing' if parent is None else 'given'}: "
+            f"page {first_page} with parent hash {'given' if parent else 'missing'}: "
             f"exactly the pages after the first have a parent"
         )
-    data = np.asarray(tokens, dtype="<i8")
+    data = np.asarray(tokens)
+    if data.ndim != 1 or (len(data) and data.dtype.kind not in "iu"):
+        raise ConfigError(
+            f"tokens are {data.ndim} dimensions of {data.dtype}; a page hash needs one of integers"
+        )
+    data = data.astype("<i8")
     last, out = parent or b"", []
     for start in range(0, len(data) - page_size + 1, page_size):
         state = hashlib.blake2b(last, digest_size=32, person=b"kvconnect-chain")
@@ -255,6 +267,9 @@ def as_hash(value: bytes | str) -> bytes:
 
     Text becomes its UTF-8 bytes, so two texts that differ are two pages.
     """
+    if not isinstance(value, (str, bytes, bytearray, memoryview)):
+        # bytes(7) is seven zeros: an int would be taken for a hash that others have, too.
+        raise ConfigError(f"page hash {value!r} is {type(value).__name__}; give bytes or text")
     data = value.encode("utf-8") if isinstance(value, str) else bytes(value)
     if not data:
         raise ConfigError("page hash is empty: a page that is not named has no key")

@@ -123,7 +123,7 @@ class Layout:
             strides = [int(s) for s in tensor.strides]
         pairs = list(zip(names, shape, strides, strict=True))
         filled = max((n * s for _, n, s in pairs if n > 1), default=itemsize)
-        axes = (Axis(name, n, s if n > 1 else filled) for name, n, s in pairs)
+        axes = (Axis(name, n, s if n > 1 or 0 < s < filled else filled) for name, n, s in pairs)
         return cls(tuple(axes), itemsize, offset)
 
     @property

@@ -73,9 +73,13 @@ class Placement:
     shards: tuple[tuple[str, Span], ...] = ()
 
     def __post_init__(self) -> None:
-        """Check that `replica` counts within `replicas`."""
+        """Check that `replica` counts within `replicas`; bring the shards into one order."""
         if not 0 <= self.replica < self.replicas:
             raise ConfigError(f"replica {self.replica} is not inside [0, {self.replicas})")
+        shards = tuple(sorted(self.shards, key=lambda shard: shard[0]))
+        if len(dict(shards)) != len(shards):
+            raise ConfigError(f"shard names repeat: {[name for name, _ in shards]}")
+        object.__setattr__(self, "shards", shards)
 
     @classmethod
     def whole(cls, *, layers: int, heads: int) -> Placement:
@@ -122,13 +126,24 @@ class Placement:
         return np.asarray(turn == np.uint64(self.replica))
 
     def meet(self, other: Placement) -> Placement | None:
-        """Return the ranges both hold (replication dropped), or None where they share nothing."""
-        if dict(self.shards) != dict(other.shards):
-            return None
+        """Return the ranges both hold (replication dropped), or None where they share nothing.
+
+        Shards are no axis of a pool and cannot be narrowed: `LayoutError` where they overlap
+        without being equal, since None would mean that there is nothing to copy.
+        """
         layers, heads = self.layers.meet(other.layers), self.heads.meet(other.heads)
-        if layers is None or heads is None:
+        mine, theirs = dict(self.shards), dict(other.shards)
+        both = [(mine[name], theirs[name]) for name in mine.keys() & theirs.keys()]
+        if layers is None or heads is None or any(a.meet(b) is None for a, b in both):
             return None
+        if mine != theirs:
+            raise LayoutError(
+                f"shards overlap but differ: {self._shard_text()} here, {other._shard_text()} there"
+            )
         return Placement(layers, heads, shards=self.shards)
+
+    def _shard_text(self) -> str:
+        return ", ".join(f"{name} {span}" for name, span in self.shards) or "none"
 
 
 def check_tiling(placements: Sequence[Placement]) -> None:

@@ -35,7 +35,7 @@ class Region:
             raise RegistrationError(
                 f"region {self.name!r}: {self.nbytes} bytes; nothing to register"
             )
-        if self.address < 1 or self.address + self.nbytes > 1 << 64:
+        if self.address < 1 or self.address + self.nbytes >= 1 << 64:
             raise RegistrationError(
                 f"region {self.name!r}: address {self.address:#x} with {self.nbytes} bytes is "
                 f"outside the 64-bit address space"
@@ -88,7 +88,7 @@ class RegionTable:
         start, end = self._starts[0], self._ends[0]
         # min and max first: two passes without temporaries decide nearly every call.
         most = np.uint64(nbytes.max())
-        if address.min() < start or address.max() > end or most > end - np.uint64(address.max()):
+        if address.min() < start or address.max() >= end or most > end - np.uint64(address.max()):
             bad = (address < start) | (address >= end) | (nbytes > end - address)
             if bad.any():
                 self._refuse(int(np.flatnonzero(bad)[0]), address, nbytes)
@@ -106,11 +106,19 @@ def granularity(layout: Layout) -> int:
     """Return the bytes at whose multiples (from the layout's offset) no page's run is cut.
 
     The greatest common step of all run starts; a page-multiple chunk is a multiple of it.
+    Where padding makes that shorter than a run, the step of the outer axes alone, whose blocks
+    then stay whole.
     """
     paged = cover(layout, {"page"})
-    steps = [axis.stride for axis in paged.cut if axis.extent > 1]
-    steps += [loop.stride for loop in paged.loops]
-    return math.gcd(*steps) if steps else paged.run
+    steps = [(axis.stride, axis.extent) for axis in paged.cut if axis.extent > 1]
+    steps = sorted(steps + [(loop.stride, loop.extent) for loop in paged.loops])
+    block = paged.run
+    for i, (stride, extent) in enumerate(steps):
+        step = math.gcd(*(outer for outer, _ in steps[i:]))
+        if step >= block:
+            return step
+        block += stride * (extent - 1)
+    return block
 
 
 def chunks(region: Region, step: int, max_bytes: int | None, origin: int = 0) -> list[Region]:
@@ -123,8 +131,9 @@ def chunks(region: Region, step: int, max_bytes: int | None, origin: int = 0) ->
         return [region]
     if step > max_bytes:
         raise RegistrationError(
-            f"region {region.name!r}: one page takes {step} B, but at most {max_bytes} B can be "
-            f"registered at once; raise max_region_bytes or use a smaller page_size"
+            f"region {region.name!r}: pages stay whole only in steps of {step} B, but at most "
+            f"{max_bytes} B can be registered at once; raise max_region_bytes or use a smaller "
+            f"page_size"
         )
     size = max_bytes // step * step
     first = origin % step or size
@@ -149,8 +158,10 @@ def register_all(
     for region in regions:
         try:
             register(region)
-        except Exception as error:
+        except BaseException as error:
             notes = _roll_back(done, unregister)
+            if not isinstance(error, Exception):
+                raise  # an interrupt rolls back too, and stays one
             raise RegistrationError(
                 f"registering {region} failed after {len(done)} of {len(regions)} chunks: "
                 f"{error}. Check the memlock limit (ulimit -l), the device's max_mr_size and "

@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from typing import cast
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvconnect.backend import Backend
 from kvconnect.errors import ConfigError, UnavailableError
@@ -37,7 +37,10 @@ def split_url(url: str) -> tuple[str, str, dict[str, str]]:
     >>> split_url("nvme:///mnt/kv?capacity=1GiB")
     ('nvme', '/mnt/kv', {'capacity': '1GiB'})
     """
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise ConfigError(f"{url!r} is no store URL: {error}") from None
     if not parts.scheme or "://" not in url:
         raise ConfigError(f"{url!r} is no store URL; write scheme://location, as in {_EXAMPLE}")
     if parts.fragment:
@@ -46,8 +49,10 @@ def split_url(url: str) -> tuple[str, str, dict[str, str]]:
     for name, value in parse_qsl(parts.query, keep_blank_values=True):
         if name in options:
             raise ConfigError(f"{url!r}: option {name!r} is given twice")
+        if not name or not value:
+            raise ConfigError(f"{url!r}: option {name!r} has the value {value!r}; write name=value")
         options[name] = value
-    return parts.scheme, parts.netloc + parts.path, options
+    return parts.scheme, unquote(parts.netloc + parts.path), options
 
 
 _EXAMPLE = "nvme:///mnt/kv?capacity=200GiB"
@@ -79,7 +84,7 @@ def _import(target: str, scheme: str) -> Opener:
     module, _, attribute = target.partition(":")
     try:
         return cast("Opener", getattr(importlib.import_module(module), attribute))
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:
         raise UnavailableError(
             f"backend {scheme!r} needs {error.name or module}: {error}. Install it with "
             f"pip install 'kvconnect[{scheme}]', or put backends/ on PYTHONPATH in a checkout"

@@ -63,14 +63,14 @@ def plan_copy(src: Layout, dst: Layout, cut: Collection[str] = ()) -> CopyPlan:
 
     The run grows along the axis whose stride equals the run so far on *both* sides; axes are
     distinct in each layout, so at most one qualifies and the result is the longest equal run.
-    Raises `LayoutError` when itemsize, form, axes or extents differ.
+    Raises `LayoutError` when itemsize, form, axes or extents differ; cut axes may differ.
 
     >>> a = Layout.packed({"slot": 4, "head": 2, "dim": 8}, 2)
     >>> b = Layout.packed({"head": 2, "slot": 4, "dim": 8}, 2)
     >>> plan_copy(a, b).run, plan_copy(a, a).run
     (16, 128)
     """
-    _check_same_elements(src, dst)
+    _check_same_elements(src, dst, cut)
     whole = [a.name for a in src.axes if a.extent > 1 and a.name not in cut]
     pairs = {
         name: CopyLoop(src.axis(name).extent, src.axis(name).stride, dst.axis(name).stride)
@@ -101,15 +101,15 @@ def _merge(ascending: list[CopyLoop]) -> list[CopyLoop]:
     return loops
 
 
-def _check_same_elements(src: Layout, dst: Layout) -> None:
+def _check_same_elements(src: Layout, dst: Layout, cut: Collection[str]) -> None:
     if src.itemsize != dst.itemsize:
         raise LayoutError(
             f"itemsize differs: {src.itemsize} B at source, {dst.itemsize} B at target"
         )
     if src.form != dst.form:
         raise LayoutError(f"form differs: {src.form!r} at source, {dst.form!r} at target")
-    ours = {a.name: a.extent for a in src.axes if a.extent > 1}
-    theirs = {a.name: a.extent for a in dst.axes if a.extent > 1}
+    ours = {a.name: a.extent for a in src.axes if a.extent > 1 and a.name not in cut}
+    theirs = {a.name: a.extent for a in dst.axes if a.extent > 1 and a.name not in cut}
     for name in sorted(ours.keys() | theirs.keys()):
         if ours.get(name, 1) != theirs.get(name, 1):
             raise LayoutError(
@@ -133,6 +133,8 @@ def narrow_to(layout: Layout, held: Placement, part: Placement) -> Layout:
 
 def _narrow_axis(layout: Layout, name: str, mine: Span, wanted: Span) -> Layout:
     if name not in layout:
+        if wanted != mine:
+            raise LayoutError(f"no axis {name!r} to narrow from {mine} to {wanted}")
         return layout
     if layout.axis(name).extent != mine.extent:
         raise LayoutError(

@@ -1,0 +1,1 @@
+"""The `kvconnect` command: one file per subcommand, each imported when it is called."""
