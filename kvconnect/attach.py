@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from kvconnect.errors import ConfigError
 from kvconnect.identity import Identity
+from kvconnect.layout import Layout
 from kvconnect.placement import Placement
 from kvconnect.pool import Pool
 from kvconnect.region import Region, chunks, granularity
@@ -51,6 +54,31 @@ def registration_chunks(
     out: list[Region] = []
     for region in pool.regions:
         layouts = [plane.layout for plane in pool.planes if plane.region == region]
-        step = int(np.lcm.reduce([granularity(layout) for layout in layouts]))
-        out += chunks(region, step, max_bytes, layouts[0].offset)
+        if max_bytes is None or region.nbytes <= max_bytes:
+            out.append(region)
+            continue
+        for part, start, inside in _parts(region, layouts):
+            step = int(np.lcm.reduce([granularity(layout) for layout in inside]))
+            out += chunks(part, step, max_bytes, inside[0].offset - start)
     return out
+
+
+def _parts(region: Region, layouts: list[Layout]) -> Iterator[tuple[Region, int, list[Layout]]]:
+    """Yield (part, its start, its layouts), cut between planes that do not interleave.
+
+    K and V one after another in one allocation have steps and offsets of their own: no multiple
+    of one need be a page boundary of the other.
+    """
+    groups: list[list[Layout]] = []
+    for layout in sorted(layouts, key=lambda layout: layout.offset):
+        if groups and layout.offset < max(before.end for before in groups[-1]):
+            groups[-1].append(layout)
+        else:
+            groups.append([layout])
+    if len(groups) == 1:
+        yield region, 0, groups[0]
+        return
+    bounds = [0, *(group[0].offset for group in groups[1:]), region.nbytes]
+    for number, (low, high) in enumerate(itertools.pairwise(bounds)):
+        name = f"{region.name}.{number}"
+        yield Region(name, region.address + low, high - low, region.device), low, groups[number]

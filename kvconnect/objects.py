@@ -192,6 +192,11 @@ def byte_order(layout: Layout, object_layout: str) -> list[str]:
     names = [name for name in layout.names if name != "page"]
     if object_layout == "canonical":
         known = ("component", "head_block", *CANONICAL_ORDER[1:])
+        if strange := [name for name in names if name not in known]:
+            raise LayoutError(
+                f"object_layout=canonical has no place for the axes {strange}; store this pool "
+                f"with object_layout=native"
+            )
         return sorted(names, key=known.index)
     return sorted(names, key=lambda name: -layout.axis(name).stride)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvconnect.backend import SupportsListing, SupportsRecords
-from kvconnect.errors import ConfigError
+from kvconnect.errors import BackendError, ConfigError
 from kvconnect.identity import Identity, KeyMaker
 
 if TYPE_CHECKING:
@@ -19,10 +19,24 @@ if TYPE_CHECKING:
 
 def why(connector: Connector, page_hash: bytes) -> str:
     """Say why the page is a hit or a miss for this connector."""
+    try:
+        return _why(connector, page_hash)
+    except BackendError as error:
+        return f"miss: the store cannot be asked: {error}"
+
+
+def _why(connector: Connector, page_hash: bytes) -> str:
     keys = connector.keys.keys([page_hash])
     sizes = connector.plan.object_nbytes()
     found = connector.backend.exists(keys, sizes)
+    if len(found) != len(keys):
+        return f"miss: the store gives {len(found)} answers for {len(keys)} keys"
     if found.all():
+        if connector._negative.known([page_hash])[0]:  # noqa: SLF001 - the other half of exists
+            return (
+                f"miss: present now, but it vanished between exists and get less than "
+                f"{connector.options.negative_ttl:g} s ago and is taken for absent that long"
+            )
         return f"hit: {len(keys)} of {len(keys)} objects present, {sum(sizes)} B"
     backend = connector.backend
     if not isinstance(backend, SupportsListing):
@@ -62,11 +76,11 @@ def _elsewhere(connector: Connector, page_hash: bytes) -> list[str]:
             continue
         try:
             theirs = Identity.from_json(data)
+            page = KeyMaker(theirs, connector.plan.cells).page_digests([page_hash])[0]
         except ConfigError:
             continue
         if theirs.namespace == mine.namespace:
             continue
-        page = KeyMaker(theirs, connector.plan.cells).page_digests([page_hash])[0]
         if backend.list_keys(page):
             words = differences(theirs, mine)
             out.append((len(words), " and ".join(words)))

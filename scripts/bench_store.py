@@ -32,7 +32,7 @@ def run_one(python: str, name: str, nbytes: int, count: int, folder: str) -> dic
     command = [python, str(WORKER), name, "--dir", folder]
     command += ["--nbytes", str(nbytes), "--count", str(count)]
     done = subprocess.run(
-        command, check=False, env=env, capture_output=True, text=True, timeout=600
+        command, check=False, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600
     )
     for line in done.stdout.splitlines():
         if line.startswith("RESULT "):

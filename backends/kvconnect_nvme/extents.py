@@ -1,108 +1,178 @@
-"""Free space: extents of a linear address space, in the index, coalesced within slabs.
+"""Free and held space in the store's linear address space, inside one transaction.
 
-Best fit by size, so that a batch gets one contiguous extent where there is one (neighbouring
-objects are then written by one call), and large holes stay large.
+Addresses run over all slabs: slab number * slab bytes + offset. Free neighbours are joined,
+never across slabs, so that an extent is always one range of one file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator
 
-from kvconnect_nvme.index import U64, Databases
+from kvconnect_nvme.tables import ONE, PAIR, Session
+
+Extent = tuple[int, int]
+"""(address, nbytes), both multiples of the block."""
 
 
 class Extents:
-    """Allocate and free inside one write transaction."""
+    """Allocator over one transaction.
 
-    __slots__ = ("_db", "_slab", "_txn")
+    Invariants: free, held and used space are disjoint and cover all slabs exactly; no two free
+    extents of a slab touch; `free` and `holes` hold the same extents.
+    """
 
-    def __init__(self, txn: Any, db: Databases, slab_bytes: int) -> None:
-        """Work in `txn`; extents never cross a multiple of `slab_bytes`."""
-        self._txn, self._db, self._slab = txn, db, slab_bytes
+    __slots__ = ("session", "slab_bytes")
 
-    def release(self, address: int, nbytes: int) -> None:
-        """Make a range free and join it with free neighbours in its slab."""
-        start, stop = address, address + nbytes
-        with self._txn.cursor(db=self._db.free) as cursor:
-            if cursor.set_range(U64.pack(stop)):
-                after, length = U64.unpack(cursor.key())[0], U64.unpack(cursor.value())[0]
-                if after == stop and stop % self._slab:
-                    self._drop(after, length)
-                    stop += length
-        with self._txn.cursor(db=self._db.free) as cursor:
-            found = cursor.set_range(U64.pack(start))
-            if cursor.prev() if found else cursor.last():
-                before, length = U64.unpack(cursor.key())[0], U64.unpack(cursor.value())[0]
-                if before + length == start and start % self._slab:
-                    self._drop(before, length)
-                    start = before
-        self._add(start, stop - start)
+    def __init__(self, session: Session, slab_bytes: int) -> None:
+        """`slab_bytes`: where extents may not join."""
+        self.session, self.slab_bytes = session, slab_bytes
 
-    def largest(self) -> int:
-        """Return the bytes of the largest free extent, 0 if there is none."""
-        with self._txn.cursor(db=self._db.sizes) as cursor:
-            return int(U64.unpack(cursor.key())[0]) if cursor.last() else 0
+    def free(self, address: int, nbytes: int) -> Extent:
+        """Add free space, joined with its neighbours; return the whole."""
+        self.session.counters.free += nbytes
+        start, end = address, address + nbytes
+        for at, length in list(self._neighbours(address)):
+            # Another extent that overlaps would be handed out twice: the index is damaged
+            # there, and joining would hide it for ever.
+            if at + length == start and start % self.slab_bytes:
+                self._drop(at, length)
+                start = at
+            elif at == end and end % self.slab_bytes:
+                self._drop(at, length)
+                end = at + length
+        self._add(start, end - start)
+        return start, end - start
 
-    def take(self, nbytes: int) -> int | None:
-        """Cut `nbytes` from the smallest extent that has them; None if there is none."""
-        with self._txn.cursor(db=self._db.sizes) as cursor:
-            if not cursor.set_range(U64.pack(nbytes)):
-                return None
-            length = int(U64.unpack(cursor.key())[0])
-            address = int(U64.unpack(cursor.value())[0])
+    def _neighbours(self, address: int) -> Iterator[Extent]:
+        cursor = self.session.cursor(self.session.tables.free)
+        if cursor.set_range(ONE.pack(address)):
+            yield ONE.unpack(cursor.key())[0], ONE.unpack(cursor.value())[0]
+            found = cursor.prev()
+        else:
+            found = cursor.last()
+        if found:
+            yield ONE.unpack(cursor.key())[0], ONE.unpack(cursor.value())[0]
+
+    def fit(self, nbytes: int) -> Extent | None:
+        """Return the smallest free extent of at least `nbytes`, without taking it."""
+        cursor = self.session.cursor(self.session.tables.holes)
+        if not cursor.set_range(PAIR.pack(nbytes, 0)):
+            return None
+        length, address = PAIR.unpack(cursor.key())
+        return address, length
+
+    def largest(self) -> Extent | None:
+        """Return the largest free extent."""
+        cursor = self.session.cursor(self.session.tables.holes)
+        if not cursor.last():
+            return None
+        length, address = PAIR.unpack(cursor.key())
+        return address, length
+
+    def take(self, extent: Extent, nbytes: int) -> Extent:
+        """Use the first `nbytes` of a free extent; return what was taken."""
+        address, length = extent
         self._drop(address, length)
         if length > nbytes:
             self._add(address + nbytes, length - nbytes)
-        return address
+        self.session.counters.free -= nbytes
+        return address, nbytes
 
-    def take_at(self, address: int, length: int, nbytes: int) -> None:
-        """Cut `nbytes` from the start of the free extent (`address`, `length`)."""
-        self._drop(address, length)
-        if length > nbytes:
-            self._add(address + nbytes, length - nbytes)
+    def free_before(self, end: int) -> Extent | None:
+        """Return the free extent that ends at `end`."""
+        for address, nbytes in self._neighbours(end):
+            if address + nbytes == end:
+                return address, nbytes
+        return None
 
-    def place(self, sizes: Sequence[int]) -> list[tuple[int, int]] | None:
-        """Cut room for objects of `sizes`, in order, into as few extents as possible.
-
-        Returns (address, count) of each extent and how many objects it takes, or None (and
-        nothing taken) where they do not all fit.
-        """
-        taken: list[tuple[int, int]] = []
-        at = 0
-        while at < len(sizes):
-            count = len(sizes) - at
-            whole = sum(sizes[at:])
-            if whole > (largest := self.largest()):
-                count, whole = _how_many(sizes, at, largest)
-            address = self.take(whole) if count else None
-            if address is None:
-                self._undo(taken, sizes)
-                return None
-            taken.append((address, count))
-            at += count
-        return taken
-
-    def _undo(self, taken: list[tuple[int, int]], sizes: Sequence[int]) -> None:
-        at = 0
-        for address, count in taken:
-            self.release(address, sum(sizes[at : at + count]))
-            at += count
+    def all_free(self) -> Iterator[Extent]:
+        """Yield every free extent, by address."""
+        for key, value in self.session.cursor(self.session.tables.free):
+            yield ONE.unpack(key)[0], ONE.unpack(value)[0]
 
     def _add(self, address: int, nbytes: int) -> None:
-        key, size = U64.pack(address), U64.pack(nbytes)
-        self._txn.put(key, size, db=self._db.free)
-        self._txn.put(size, key, db=self._db.sizes)
+        txn, tables = self.session.txn, self.session.tables
+        txn.put(ONE.pack(address), ONE.pack(nbytes), db=tables.free)
+        txn.put(PAIR.pack(nbytes, address), b"", db=tables.holes)
 
     def _drop(self, address: int, nbytes: int) -> None:
-        key, size = U64.pack(address), U64.pack(nbytes)
-        self._txn.delete(key, db=self._db.free)
-        self._txn.delete(size, key, db=self._db.sizes)
+        txn, tables = self.session.txn, self.session.tables
+        txn.delete(ONE.pack(address), db=tables.free)
+        txn.delete(PAIR.pack(nbytes, address), db=tables.holes)
+
+    # Held space: reserved by one open store, not yet published.
+
+    def hold(self, owner: int, extent: Extent) -> None:
+        """Note that `owner` has taken an extent."""
+        address, nbytes = extent
+        self.session.counters.held += nbytes
+        self._put_held(owner, address, nbytes)
+
+    def unhold(self, owner: int, address: int, nbytes: int) -> None:
+        """Note that a range is no longer held; `LookupError` if some of it was not.
+
+        The range may span several extents: what was reserved in turns lies side by side.
+        """
+        end = address + nbytes
+        while address < end:
+            address = self._unhold(owner, address, end)
+
+    def _unhold(self, owner: int, address: int, end: int) -> int:
+        cursor = self.session.cursor(self.session.tables.held)
+        key = PAIR.pack(owner, address)
+        found = cursor.set_range(key)
+        if not (found and bytes(cursor.key()) == key):
+            # The range begins inside an extent, which is then the one before.
+            found = cursor.prev() if found else cursor.last()
+        if not found:
+            raise LookupError(f"nothing is held at {address}")
+        holder, start = PAIR.unpack(cursor.key())
+        stop = start + ONE.unpack(cursor.value())[0]
+        if holder != owner or stop <= address:
+            raise LookupError(f"nothing is held at {address}")
+        cursor.delete()
+        cut = min(stop, end)
+        if address > start:
+            self._put_held(owner, start, address - start)
+        if stop > cut:
+            self._put_held(owner, cut, stop - cut)
+        self.session.counters.held -= cut - address
+        return int(cut)
+
+    def held(self, owner: int | None = None) -> Iterator[tuple[int, Extent]]:
+        """Yield (owner, extent) of what is held, by one owner or by all."""
+        cursor = self.session.cursor(self.session.tables.held)
+        found = cursor.set_range(PAIR.pack(owner or 0, 0))
+        while found:
+            holder, address = PAIR.unpack(cursor.key())
+            if owner is not None and holder != owner:
+                return
+            yield holder, (address, ONE.unpack(cursor.value())[0])
+            found = cursor.next()
+
+    def release(self, owner: int) -> int:
+        """Return everything `owner` holds to free space; return the bytes."""
+        extents = [extent for _, extent in self.held(owner)]
+        for address, nbytes in extents:
+            self.unhold(owner, address, nbytes)
+            self.free(address, nbytes)
+        return sum(nbytes for _, nbytes in extents)
+
+    def _put_held(self, owner: int, address: int, nbytes: int) -> None:
+        held = self.session.tables.held
+        self.session.txn.put(PAIR.pack(owner, address), ONE.pack(nbytes), db=held)
 
 
-def _how_many(sizes: Sequence[int], at: int, room: int) -> tuple[int, int]:
-    count, whole = 0, 0
-    while at + count < len(sizes) and whole + sizes[at + count] <= room:
-        whole += sizes[at + count]
-        count += 1
-    return count, whole
+def joined(extents: list[Extent], slab_bytes: int) -> list[Extent]:
+    """Join touching extents, but not across slabs.
+
+    >>> joined([(8, 4), (0, 8), (20, 1)], 64), joined([(0, 8), (8, 4)], 8)
+    ([(0, 12), (20, 1)], [(0, 8), (8, 4)])
+    """
+    out: list[Extent] = []
+    for address, nbytes in sorted(extents):
+        if out and sum(out[-1]) == address and address % slab_bytes:
+            out[-1] = (out[-1][0], out[-1][1] + nbytes)
+        else:
+            out.append((address, nbytes))
+    return out

@@ -1,142 +1,149 @@
-"""The index: one LMDB environment that many processes share.
-
-LMDB gives what a store's index needs: atomic transactions that a kill at any instant cannot
-tear, readers that never block, and one writer at a time over all processes. Databases:
-
-``entries``  packed key -> `Entry`
-``order``    seq -> packed key (insertion order, the queue that eviction walks)
-``space``    address -> seq (what lies where)
-``free``     address -> nbytes of each free extent; ``sizes``: nbytes -> address of the same
-``held``     owner + address -> nbytes: reserved by a process, not published
-``meta``     the superblock and the running state; ``records`` named records
-"""
+"""Publishing, finding and removing objects inside one transaction."""
 
 from __future__ import annotations
 
-import os
-import struct
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import cast
 
-import lmdb
-
-from kvconnect.errors import BackendError
-from kvconnect_nvme.failures import translated
-
-T = TypeVar("T")
-U64 = struct.Struct(">Q")
-"""Big-endian, so that LMDB's byte order of keys is the numeric order."""
-
-MAP_BYTES = 64 << 30
-"""Address space reserved for the index: about 200 million objects. Every process maps the
-same size, so none ever meets an index larger than its map."""
-
-NAMES = ("entries", "order", "space", "free", "sizes", "held", "meta", "records")
+from kvconnect_nvme import entry as codec
+from kvconnect_nvme import keys
+from kvconnect_nvme.entry import Entry
+from kvconnect_nvme.extents import Extents
+from kvconnect_nvme.options import BLOCK
+from kvconnect_nvme.tables import ONE, PLACE
 
 
-@dataclass(frozen=True, slots=True)
-class Databases:
-    """Handles of the named databases."""
+class Index(Extents):
+    """The allocator and the objects that lie in it.
 
-    entries: Any
-    order: Any
-    space: Any
-    free: Any
-    sizes: Any
-    held: Any
-    meta: Any
-    records: Any
+    Invariant: an object is in `entries`, `order` and `space`, or in none of them.
+    """
 
+    __slots__ = ()
 
-class Index:
-    """One LMDB environment, opened once per process and shared by reference count."""
+    def raw(self, packed: Sequence[bytes]) -> list[bytes | None]:
+        """Return the stored entries of many keys, None where there is none."""
+        # In key order each lookup finds the pages of the one before in the processor's cache.
+        cursor = self.session.cursor(self.session.tables.entries)
+        found = cast("dict[bytes, bytes]", dict(cursor.getmulti(sorted(packed))))
+        return [found.get(key) for key in packed]
 
-    _open: dict[str, Index] = {}  # noqa: RUF012 - one table per process is the point
-    _lock = threading.Lock()
+    def find(self, key: bytes) -> Entry | None:
+        """Return the entry of a key; None if there is none or it is damaged."""
+        value = self.session.get(key, self.session.tables.entries)
+        return None if value is None else codec.unpack(key, value)
 
-    def __init__(self, path: Path, *, sync: bool, metasync: bool) -> None:
-        """Open or create the environment in folder `path`; use `Index.shared` instead."""
-        self.path, self.references, self.pid = path, 1, os.getpid()
-        self.modes = (sync, metasync)
-        with translated(f"index {path}"):
-            self.env = _open_env(path, sync=sync, metasync=metasync)
-            self.env.reader_check()
-            self.db = Databases(
-                **{name: self.env.open_db(name.encode(), dupsort=name == "sizes") for name in NAMES}
-            )
+    def publish(self, key: bytes, entry: Entry) -> Entry:
+        """Make an object visible at its held extent, replacing what the key had.
 
-    @classmethod
-    def shared(cls, path: Path, *, sync: bool, metasync: bool) -> Index:
-        """Return this process's handle on the index in `path`; close it once per call."""
-        name = str(path.resolve())
-        with cls._lock:
-            found = cls._open.get(name)
-            if found is not None and found.pid == os.getpid():
-                if found.modes != (sync, metasync):
-                    raise BackendError(
-                        f"index {path} is open in this process with another durability; close "
-                        f"that store first or use the same"
-                    )
-                found.references += 1
-                return found
-            cls._open[name] = opened = cls(path, sync=sync, metasync=metasync)
-            return opened
+        The caller has already taken the extent out of `held`. Returns the entry with its seq.
+        """
+        self.delete(key)
+        session, counters = self.session, self.session.counters
+        entry = entry._replace(seq=counters.seq)
+        counters.seq += 1
+        counters.used += entry.room
+        counters.objects += 1
+        counters.pinned += entry.pinned
+        seq = ONE.pack(entry.seq)
+        session.txn.put(key, entry.pack(key), db=session.tables.entries)
+        session.txn.put(seq, key, append=True, db=session.tables.order)
+        self._occupy(entry)
+        return entry
 
-    def close(self) -> None:
-        """Give one reference back; the last one closes the environment."""
-        with self._lock:
-            self.references -= 1
-            if self.references == 0:
-                self._open.pop(str(self.path.resolve()), None)
-                self.env.close()
+    def _occupy(self, entry: Entry) -> None:
+        at, value = ONE.pack(entry.address), PLACE.pack(entry.seq, entry.room // BLOCK)
+        space = self.session.tables.space
+        cursor = self.session.cursor(space)
+        # Appending fills index pages whole where inserting would leave them half empty.
+        last = not cursor.last() or bytes(cursor.key()) < at
+        self.session.txn.put(at, value, append=last, db=space)
 
-    @contextmanager
-    def read(self) -> Iterator[Any]:
-        """Give a short read transaction with one consistent snapshot."""
-        self._check_process()
-        with translated(f"index {self.path}"), self.env.begin(buffers=False) as txn:
-            yield txn
+    def delete(self, key: bytes, seq: int | None = None) -> bool:
+        """Remove a key and free its extent; with `seq` only if it still is that object."""
+        session = self.session
+        value = session.get(key, session.tables.entries)
+        if value is None:
+            return False
+        entry = codec.unpack(key, value)
+        if entry is None:
+            return self._drop_damaged(key, value)
+        if seq is not None and entry.seq != seq:
+            return False
+        session.txn.delete(key, db=session.tables.entries)
+        session.txn.delete(ONE.pack(entry.seq), db=session.tables.order)
+        session.counters.objects -= 1
+        session.counters.pinned -= entry.pinned
+        self._vacate(entry)
+        return True
 
-    def update(self, change: Callable[[Any], T]) -> T:
-        """Run `change` in one write transaction: all of it happens, or nothing."""
-        self._check_process()
-        with translated(f"index {self.path}"), self.env.begin(write=True) as txn:
-            return change(txn)
+    def _vacate(self, entry: Entry) -> None:
+        session = self.session
+        at = ONE.pack(entry.address)
+        place = session.get(at, session.tables.space)
+        # Free only what this object owns by both tables: after damage another may lie there.
+        if place == PLACE.pack(entry.seq, entry.room // BLOCK):
+            session.txn.delete(at, db=session.tables.space)
+            session.counters.used -= entry.room
+            self.free(entry.address, entry.room)
 
-    def sync(self) -> None:
-        """Put what was committed on disk."""
-        with translated(f"index {self.path}"):
-            self.env.sync(True)  # noqa: FBT003 - lmdb's own signature
+    def delete_damaged(self, key: bytes) -> bool:
+        """Remove a key's entry if it is damaged."""
+        value = self.session.get(key, self.session.tables.entries)
+        if value is None or codec.unpack(key, value) is not None:
+            return False
+        return self._drop_damaged(key, value)
 
-    def last_change(self) -> int:
-        """Return the number of the newest committed transaction, of any process."""
-        return int(self.env.info()["last_txnid"])
+    def _drop_damaged(self, key: bytes, value: bytes) -> bool:
+        # Where it lies is not known for sure, so its extent stays used until `compact` or
+        # `verify` finds that no entry leads there.
+        session = self.session
+        session.txn.delete(key, db=session.tables.entries)
+        session.counters.objects -= 1
+        session.counters.healed += 1
+        if len(value) == codec.NBYTES:
+            seq = ONE.pack(codec.trusted(value).seq)
+            if session.get(seq, session.tables.order) == key:
+                session.txn.delete(seq, db=session.tables.order)
+        return True
 
-    def nbytes(self) -> int:
-        """Return the bytes the index takes on disk."""
-        return (self.path / "data.mdb").stat().st_size
+    def touch(self, key: bytes, seq: int, expiry: int, flags: int) -> bool:
+        """Change expiry and flags of an object if it still is that object."""
+        entry = self.find(key)
+        if entry is None or entry.seq != seq:
+            return False
+        changed = entry._replace(expiry=expiry, flags=flags)
+        self.session.counters.pinned += changed.pinned - entry.pinned
+        self.session.txn.put(key, changed.pack(key), db=self.session.tables.entries)
+        return True
 
-    def _check_process(self) -> None:
-        if self.pid != os.getpid():
-            raise BackendError(
-                f"index {self.path} was opened in process {self.pid} and is used in "
-                f"{os.getpid()}: open the store again after fork"
-            )
+    def relocate(self, key: bytes, entry: Entry, address: int) -> None:
+        """Point an object at its copy and free where it was; it stays the same object."""
+        session = self.session
+        session.txn.delete(ONE.pack(entry.address), db=session.tables.space)
+        self.free(entry.address, entry.room)
+        moved = entry._replace(address=address)
+        session.txn.put(key, moved.pack(key), db=session.tables.entries)
+        self._occupy(moved)
 
+    def owner_at(self, address: int) -> tuple[int, int] | None:
+        """Return (seq, nbytes) of the object that begins at `address`."""
+        value = self.session.get(ONE.pack(address), self.session.tables.space)
+        if value is None:
+            return None
+        seq, blocks = PLACE.unpack(value)
+        return seq, blocks * BLOCK
 
-def _open_env(path: Path, *, sync: bool, metasync: bool) -> Any:
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    options: dict[str, Any] = {
-        "max_dbs": len(NAMES), "max_readers": 1024, "mode": 0o600, "sync": sync,
-        "metasync": metasync, "readahead": False, "meminit": False,
-    }  # fmt: skip
-    for nbytes in (MAP_BYTES, 4 << 30, 1 << 30):
-        try:
-            return lmdb.open(str(path), map_size=nbytes, **options)
-        except lmdb.MemoryError:
-            continue  # a limited address space (RLIMIT_AS) gets a smaller map
-    return lmdb.open(str(path), map_size=256 << 20, **options)
+    def key_of(self, seq: int) -> bytes | None:
+        """Return the packed key published as `seq`."""
+        return self.session.get(ONE.pack(seq), self.session.tables.order)
+
+    def list_keys(self, prefix: str, limit: int | None = None) -> list[bytes]:
+        """Return packed keys that begin with `prefix`, at most `limit`."""
+        cursor = self.session.cursor(self.session.tables.entries)
+        out: list[bytes] = []
+        for key in keys.with_prefix(cursor, prefix):
+            out.append(key)
+            if limit is not None and len(out) >= limit:
+                break
+        return out

@@ -1,269 +1,236 @@
-"""Maintenance: statistics, verify, compact, and removal in bounded portions."""
+"""`verify`: read everything and drop what is damaged. `compact`: move objects down, shrink.
+
+Both run beside readers and writers; memory is bounded by one bounce buffer.
+"""
 
 from __future__ import annotations
 
-import mmap
 import os
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
 
-from kvconnect_nvme.catalog import Catalog
-from kvconnect_nvme.engine import transfer
-from kvconnect_nvme.entry import Entry, seed_of, unpack
-from kvconnect_nvme.index import U64
-from kvconnect_nvme.jobs import Parts, digest
-from kvconnect_nvme.room import Room
-from kvconnect_nvme.state import padded, read_state
+import xxhash
 
-PORTION = 1024
-"""Keys in one write transaction: long ones would hold up every other process."""
+from kvconnect.errors import BackendError
+from kvconnect_nvme import entry as codec
+from kvconnect_nvme import keys
+from kvconnect_nvme.core import Core
+from kvconnect_nvme.entry import Entry
+from kvconnect_nvme.foreign import mapped
+from kvconnect_nvme.opening import Home, reclaim
+from kvconnect_nvme.options import BLOCK
+from kvconnect_nvme.rebuild import rebuild
+from kvconnect_nvme.tables import ONE, PLACE, Session
+
+CHUNK = 512
+PIECE = 4 << 20
+"""Bytes read or copied at once."""
+ROUND = 64 << 20
+"""Bytes moved between two syncs of `compact`."""
+HOLES = 4096
+"""Free extents looked at per round, from the lowest address up."""
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What a maintenance run found and did."""
+class VerifyReport:
+    """Objects read and their bytes; `bad` were dropped, `recovered` bytes had been lost."""
 
-    checked: int = 0
-    bad: int = 0
-    removed: int = 0
-    moved: int = 0
-    freed: int = 0
-    seconds: float = 0.0
+    objects: int
+    nbytes: int
+    bad: int
+    recovered: int
 
 
-def portions(keys: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
-    """Yield keys in portions for one transaction each."""
-    for at in range(0, len(keys), PORTION):
-        yield keys[at : at + PORTION]
+@dataclass(frozen=True, slots=True)
+class CompactReport:
+    """Objects moved and their bytes; `returned` bytes went back to the file system."""
+
+    moved: int
+    nbytes: int
+    returned: int
 
 
-def remove(room: Room, keys: Sequence[bytes]) -> list[bool]:
-    """Remove keys in one transaction; True where one was there."""
-
-    def change(txn: Any) -> list[bool]:
-        catalog = room.catalog(txn)
-        gone = [catalog.remove(key) for key in keys]
-        catalog.done()
-        return gone
-
-    return room.index.update(change)
-
-
-def release_owner(room: Room) -> None:
-    """Return what this process still holds."""
-
-    def change(txn: Any) -> None:
-        catalog = room.catalog(txn)
-        catalog.release_owner(room.owner.id)
-        catalog.done()
-
-    room.index.update(change)
+def verify(core: Core, home: Home) -> VerifyReport:
+    """Read every object; drop those that are not what was stored; recover lost space."""
+    recovered = reclaim(core, home)
+    objects = nbytes = bad = 0
+    after = b""
+    while chunk := _chunk(core, after):
+        after = chunk[-1][0]
+        wrong = [key for key, raw in chunk if not _is_right(core, key, raw)]
+        bad += _drop(core, dict(chunk), wrong)
+        objects += len(chunk)
+        nbytes += sum(codec.trusted(r).nbytes for k, r in chunk if k not in wrong)
+    before = core.env.write(lambda session: session.counters.free)
+    if bad or not _adds_up(core):
+        core.env.write(lambda session: rebuild(core.index(session)))
+    after_free = core.env.write(lambda session: session.counters.free)
+    return VerifyReport(objects, nbytes, bad, recovered + max(after_free - before, 0))
 
 
-def matching(room: Room, prefix: str) -> list[bytes]:
-    """Return the packed keys that begin with `prefix`, in both ways a key is packed."""
-    even = prefix[: len(prefix) // 2 * 2]
-    is_hex = not prefix.strip("0123456789abcdef")
-    starts = [b"u" + prefix.encode()]
-    if is_hex:
-        starts.append(b"h" + bytes.fromhex(even))
-    out = []
-    with room.index.read() as txn:
-        for start in starts:
-            with txn.cursor(db=room.index.db.entries) as cursor:
-                more = cursor.set_range(start)
-                while more and cursor.key().startswith(start):
-                    out.append(bytes(cursor.key()))
-                    more = cursor.next()
-    odd = prefix[len(even) :]
-    return [k for k in out if not odd or k[:1] == b"u" or k[1:].hex().startswith(prefix)]
+def _chunk(core: Core, after: bytes) -> list[tuple[bytes, bytes]]:
+    with core.env.read() as session:
+        cursor = session.cursor(session.tables.entries)
+        if not cursor.set_range(after + b"\0" if after else b""):
+            return []
+        return [(bytes(key), bytes(value)) for key, value in islice(cursor, CHUNK)]
 
 
-def stats(parts: Parts) -> dict[str, int | float | str]:
-    """Return what the store holds and did."""
-    room, index = parts.room, parts.index
-    with index.read() as txn:
-        state = read_state(txn, index.db.meta)
-        held = sum(U64.unpack(v)[0] for _, v in txn.cursor(db=index.db.held))
-        free = sum(U64.unpack(v)[0] for _, v in txn.cursor(db=index.db.free))
-    counters = {k: v for k, v in parts.counters.snapshot().items() if "." not in k}
-    return {
-        "objects": state.objects,
-        "used_bytes": state.used,
-        "free_bytes": free,
-        "held_bytes": held,
-        "slab_total_bytes": state.total,
-        "capacity_bytes": room.limits.capacity,
-        "slabs": state.slabs,
-        "slab_bytes": parts.slabs.slab_bytes,
-        "index_bytes": index.nbytes(),
-        "evictions": state.evictions,
-        "bounce_bytes": parts.bounce.nbytes,
-        "direct": str(parts.slabs.direct).lower(),
-        "healed": counters.get("healed", 0),
-        "already_stored": counters.get("already_stored", 0),
-    }
-
-
-def verify(parts: Parts, *, repair: bool) -> Report:
-    """Read every object once through one buffer and compare size, checksum and identity."""
-    started, checked, bad = time.monotonic(), 0, list[tuple[bytes, int]]()
-    for key, data in _entries(parts):
-        checked += 1
-        entry = unpack(key, data)
-        if entry is None:
-            bad.append((key, -1))
-        elif not _reads_right(parts, key, entry) and _unchanged(parts, key, data):
-            bad.append((key, entry.seq))
-    removed = _drop(parts, bad) if repair and bad else 0
-    return Report(checked, len(bad), removed, seconds=time.monotonic() - started)
-
-
-def _entries(parts: Parts) -> Iterator[tuple[bytes, bytes]]:
-    """Walk all entries in portions, each under a snapshot of its own."""
-    last = b""
-    while True:
-        out: list[tuple[bytes, bytes]] = []
-        with parts.index.read() as txn, txn.cursor(db=parts.index.db.entries) as cursor:
-            more = cursor.set_range(last)
-            if more and cursor.key() == last:
-                more = cursor.next()
-            while more and len(out) < PORTION:
-                out.append((bytes(cursor.key()), bytes(cursor.value())))
-                more = cursor.next()
-        if not out:
-            return
-        yield from out
-        last = out[-1][0]
-
-
-def _reads_right(parts: Parts, key: bytes, entry: Entry) -> bool:
-    try:
-        with mmap.mmap(-1, max(padded(entry.nbytes), 4096)) as memory:
-            view = memoryview(memory)
-            read_object(parts, entry, view)
-            got = digest([view[: entry.nbytes]], seed_of(key))
-            view.release()
-    except OSError:
+def _is_right(core: Core, key: bytes, raw: bytes) -> bool:
+    entry = codec.unpack(key, raw)
+    if entry is None or entry.identity != keys.identity(key):
         return False
-    return entry.checksum in (0, got)
-
-
-def read_object(parts: Parts, entry: Entry, view: memoryview) -> None:
-    """Read an object with its padding to the start of `view`."""
-    number, offset = parts.slabs.place(entry.address)
-    nbytes = padded(entry.nbytes)
-    transfer(os.preadv, parts.slabs.fd(number), [view[:nbytes]], offset, nbytes)
-
-
-def _unchanged(parts: Parts, key: bytes, data: bytes) -> bool:
-    with parts.index.read() as txn:
-        return bool(txn.get(key, db=parts.index.db.entries) == data)
-
-
-def _drop(parts: Parts, bad: list[tuple[bytes, int]]) -> int:
-    def change(txn: Any) -> int:
-        catalog = parts.room.catalog(txn)
-        gone = sum(catalog.remove(key, only=None if seq < 0 else seq) for key, seq in bad)
-        catalog.done()
-        return gone
-
-    return parts.index.update(change)
-
-
-def compact(parts: Parts) -> Report:
-    """Move objects of the last slabs into holes before them, then delete empty slabs.
-
-    Each move is a read, a checked write to held room, a sync and one transaction, as for a
-    put: a kill in between loses nothing.
-    """
-    started, moved = time.monotonic(), 0
-    parts.room.sweep()
-    while (found := _last_object(parts)) is not None and _move_down(parts, *found):
-        moved += 1
-    freed = 0 if parts.slabs.device else _drop_empty_slabs(parts)
-    return Report(moved=moved, freed=freed, seconds=time.monotonic() - started)
-
-
-def _last_object(parts: Parts) -> tuple[bytes, Entry] | None:
-    db = parts.index.db
-    with parts.index.read() as txn, txn.cursor(db=db.space) as cursor:
-        if not cursor.last():
-            return None
-        key = txn.get(cursor.value(), db=db.order)
-        entry = unpack(key, txn.get(key, db=db.entries) or b"") if key else None
-    return (bytes(key), entry) if key and entry else None
-
-
-def _move_down(parts: Parts, key: bytes, entry: Entry) -> bool:
-    size = padded(entry.nbytes)
-    address = parts.index.update(lambda txn: _hold_below(parts, txn, entry.address, size))
-    if address is None:
-        return False
-    with mmap.mmap(-1, size) as memory:
-        view = memoryview(memory)
-        read_object(parts, entry, view)
-        good = entry.checksum in (0, digest([view[: entry.nbytes]], seed_of(key)))
-        if good:
-            number, offset = parts.slabs.place(address)
-            transfer(os.pwritev, parts.slabs.fd(number), [view], offset, size)
-            parts.slabs.sync({number})
-        view.release()
-
-    def change(txn: Any) -> bool:
-        catalog = parts.room.catalog(txn)
-        txn.delete(parts.room.owner.id + U64.pack(address), db=parts.index.db.held)
-        now = catalog.entry(key)
-        same = now is not None and now.seq == entry.seq
-        if good and same:
-            catalog.publish(key, entry.moved(address, 0))
-        else:
-            catalog.extents.release(address, size)
-            if same:
-                catalog.remove(key)
-        catalog.done()
+    with core.env.read() as session:
+        if core.index(session).owner_at(entry.address) != (entry.seq, entry.room):
+            return not _is_still(core, key, raw)
+    if not entry.flags & codec.HASHED:
         return True
+    return _digest(core, key, entry) == entry.checksum
 
-    return parts.index.update(change)
+
+def _is_still(core: Core, key: bytes, raw: bytes) -> bool:
+    with core.env.read() as session:
+        return core.index(session).raw([key])[0] == raw
 
 
-def _hold_below(parts: Parts, txn: Any, below: int, size: int) -> int | None:
-    """Hold the first hole of `size` that lies before `below`."""
-    catalog = Catalog(txn, parts.index, parts.slabs.slab_bytes)
-    db = parts.index.db
-    with txn.cursor(db=db.free) as cursor:
-        for raw_address, raw_length in cursor:
-            address, length = U64.unpack(raw_address)[0], U64.unpack(raw_length)[0]
-            if address >= below:
-                return None
-            if length >= size:
-                break
+def _digest(core: Core, key: bytes, entry: Entry) -> int | None:
+    state = xxhash.xxh3_64(seed=keys.seed(key))
+    try:
+        for at, piece in _pieces(core, entry):
+            state.update(piece[: entry.nbytes - at])
+    except (BackendError, OSError):
+        return None
+    return int(state.intdigest())
+
+
+def _pieces(core: Core, entry: Entry) -> Iterator[tuple[int, memoryview]]:
+    """Yield (offset, bytes) of an object's extent, whole blocks."""
+    fd, offset = core.slabs.locate(entry.address)
+    with core.bounce.slot(min(PIECE, entry.room, core.bounce.limit)) as slot:
+        for at in range(0, entry.room, len(slot.view)):
+            piece = slot.view[: min(len(slot.view), entry.room - at)]
+            with mapped(f"read {entry.room} B at {entry.address}"):
+                if os.preadv(fd, [piece], offset + at) != len(piece):
+                    raise BackendError(f"nvme: short read at {entry.address + at}")
+            yield at, piece
+
+
+def _drop(core: Core, chunk: dict[bytes, bytes], wrong: list[bytes]) -> int:
+    """Drop the entries that are still the ones that were found wrong."""
+    if not wrong:
+        return 0
+
+    def change(session: Session) -> int:
+        index, dropped = core.index(session), 0
+        for key in wrong:
+            if index.raw([key])[0] == chunk[key] and index.delete(key):
+                session.counters.healed += 1
+                dropped += 1
+        return dropped
+
+    return core.env.write(change)
+
+
+def _adds_up(core: Core) -> bool:
+    with core.env.read() as session:
+        tables = (session.tables.entries, session.tables.order, session.tables.space)
+        records = {int(session.txn.stat(table)["entries"]) for table in tables}
+        total = sum(nbytes for _, nbytes in session.slabs())
+        return session.counters.total == total and records == {session.counters.objects}
+
+
+def compact(core: Core, home: Home) -> CompactReport:
+    """Move objects to lower addresses until none fits, then cut free tails off the slabs."""
+    reclaim(core, home)
+    core.arena.drain()
+    moved = nbytes = 0
+    while kept := _round(core):
+        moved += len(kept)
+        nbytes += sum(entry.nbytes for entry in kept)
+    returned = core.env.write(lambda session: _trim(core, session))
+    return CompactReport(moved, nbytes, returned)
+
+
+Move = tuple[bytes, Entry, int]
+"""Packed key, entry where the object is, address where it goes."""
+
+
+def _round(core: Core) -> list[Entry]:
+    """Move some objects down; return them, none when it is done."""
+    plan = core.env.write(lambda session: _plan(core, session))
+    if not plan:
+        return []
+    done = [move for move in plan if _copy(core, *move)]
+    core.slabs.sync(new // core.slabs.slab_bytes for _, _, new in done)
+    return core.env.write(lambda session: _switch(core, session, plan, done))
+
+
+def _plan(core: Core, session: Session) -> list[Move]:
+    """Choose the highest objects that fit into lower holes, and hold those holes."""
+    index, total, plan = core.index(session), 0, list[Move]()
+    holes = list(islice(index.all_free(), HOLES))
+    cursor = session.cursor(session.tables.space)
+    found = cursor.last()
+    while found and total < ROUND:
+        address = ONE.unpack(cursor.key())[0]
+        seq, blocks = PLACE.unpack(cursor.value())
+        key = index.key_of(seq)
+        entry = None if key is None else index.find(key)
+        fits = (i for i, hole in enumerate(holes) if hole[1] >= blocks * BLOCK)
+        at = next(fits, None)
+        if at is None or holes[at][0] > address:
+            break
+        if key is not None and entry is not None and entry.address == address:
+            start, nbytes = holes[at]
+            index.hold(core.owner, index.take(holes[at], entry.room))
+            rest = nbytes - entry.room
+            holes[at : at + 1] = [(start + entry.room, rest)] if rest else []
+            plan.append((key, entry, start))
+            total += entry.room
+        found = cursor.prev()
+    return plan
+
+
+def _copy(core: Core, key: bytes, old: Entry, new: int) -> bool:
+    fd, offset = core.slabs.locate(new)
+    state = xxhash.xxh3_64(seed=keys.seed(key))
+    try:
+        for at, piece in _pieces(core, old):
+            state.update(piece[: old.nbytes - at])
+            with mapped(f"write {old.room} B at {new}"):
+                if os.pwritev(fd, [piece], offset + at) != len(piece):
+                    return False
+    except BackendError:
+        return False
+    return not old.flags & codec.HASHED or state.intdigest() == old.checksum
+
+
+def _switch(core: Core, session: Session, plan: list[Move], done: list[Move]) -> list[Entry]:
+    """Point the entries at the copies; what was not copied or has changed gives them back."""
+    index, moved = core.index(session), list[Entry]()
+    for move in plan:
+        key, old, new = move
+        index.unhold(core.owner, new, old.room)
+        if move in done and index.find(key) == old:
+            index.relocate(key, old, new)
+            moved.append(old)
         else:
-            return None
-    catalog.extents.take_at(address, length, size)
-    txn.put(parts.room.owner.id + U64.pack(address), U64.pack(size), db=db.held)
-    catalog.done()
-    return int(address)
+            index.free(new, old.room)
+    return moved
 
 
-def _drop_empty_slabs(parts: Parts) -> int:
-    def change(txn: Any) -> list[tuple[int, int]]:
-        catalog, out = parts.room.catalog(txn), list[tuple[int, int]]()
-        while catalog.state.slabs:
-            start = (catalog.state.slabs - 1) * parts.slabs.slab_bytes
-            nbytes = catalog.state.total - start
-            if txn.get(U64.pack(start), db=parts.index.db.free) != U64.pack(nbytes):
-                break
-            catalog.extents.take_at(start, nbytes, nbytes)
-            catalog.state.slabs -= 1
-            catalog.state.total -= nbytes
-            out.append((catalog.state.slabs, nbytes))
-        catalog.done()
-        return out
-
-    gone = parts.index.update(change)
-    for number, _ in gone:
-        parts.slabs.truncate(number)
-    return sum(nbytes for _, nbytes in gone)
+def _trim(core: Core, session: Session) -> int:
+    index, returned = core.index(session), 0
+    if core.slabs.device:
+        return 0
+    for number, nbytes in list(session.slabs()):
+        end = number * core.slabs.slab_bytes + nbytes
+        tail = index.free_before(end)
+        if tail is not None:
+            index.take(tail, tail[1])
+            # Inside the transaction: another process may grow the slab once it commits.
+            core.slabs.shrink(number, nbytes - tail[1])
+            session.set_slab(number, nbytes - tail[1])
+            returned += tail[1]
+    return returned

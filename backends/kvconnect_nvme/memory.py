@@ -1,115 +1,101 @@
-"""Views on registered memory, and bounce buffers for what O_DIRECT cannot take as it is."""
+"""Caller memory as buffers: views over registered regions, cut by descriptor.
+
+Every descriptor was checked against the registered regions at submit. The batch keeps its own
+views, made then, so that nothing depends on what is registered later.
+"""
 
 from __future__ import annotations
 
 import ctypes
-import mmap
-import queue
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvconnect.backend import Batch, Closing
-from kvconnect.errors import CapacityError
+from kvconnect.backend import Batch
+from kvconnect.region import Region, RegionTable
+from kvconnect.run_copy import copy_runs
 
-CHUNK = 8 << 20
-"""Most bytes in one piece of I/O: large enough for full disk speed, small enough to overlap."""
-
-PATIENCE = 60.0
-"""Seconds to wait for a bounce buffer; they are freed as pieces finish, so this never passes
-unless the disk hangs."""
-
-
-def view_at(address: int, nbytes: int) -> memoryview:
-    """Return a writable view of foreign memory that the caller keeps alive."""
-    return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
+GATHER_BELOW = 16 << 10
+"""Mean bytes per run below which runs are copied by numpy, many at once."""
 
 
 class BatchMemory:
-    """The runs of a batch as Python ints (read once) and as views."""
+    """The runs of a batch as memory.
 
-    __slots__ = ("_address", "_first", "_nbytes", "sizes")
+    `aligned`: (keys,) bool, whether every run of an object starts and ends at multiples of
+    the alignment; `short`: (keys,) bool, whether its runs are better gathered than listed.
+    """
 
-    def __init__(self, batch: Batch) -> None:
-        """Take the rows of `batch`."""
-        self._address: list[int] = batch.address.tolist()
-        self._nbytes: list[int] = batch.nbytes.tolist()
-        self._first: list[int] = batch.first.tolist()
-        self.sizes: list[int] = batch.object_nbytes().tolist()
+    def __init__(self, batch: Batch, regions: tuple[Region, ...], alignment: int) -> None:
+        """Locate every run; `RegistrationError` if one is outside `regions`."""
+        self.batch = batch
+        self._at = RegionTable(regions).locate(batch.address, batch.nbytes)
+        self._regions = regions
+        self._views = [_view(region) for region in regions]
+        self.sizes = batch.object_nbytes().astype(np.int64)
+        counts = np.diff(batch.first)
+        if len(batch):
+            odd = ((batch.address | batch.nbytes) % np.uint64(alignment)).astype(np.int64)
+            self.aligned = np.add.reduceat(odd, batch.first[:-1]) == 0
+            self.short = (counts > 1) & (self.sizes < counts * GATHER_BELOW)
+        else:
+            self.aligned = self.short = np.zeros(0, dtype=np.bool_)
+
+    def rows(self, index: int) -> slice:
+        """Return the runs of object `index` as a slice."""
+        return slice(int(self.batch.first[index]), int(self.batch.first[index + 1]))
 
     def views(self, index: int) -> list[memoryview]:
-        """Return the runs of one object, in order."""
-        rows = range(self._first[index], self._first[index + 1])
-        return [view_at(self._address[row], self._nbytes[row]) for row in rows]
+        """Return the runs of object `index`, empty ones left out."""
+        rows = self.rows(index)
+        out = []
+        for region, address, nbytes in zip(
+            self._at[rows].tolist(),
+            self.batch.address[rows].tolist(),
+            self.batch.nbytes[rows].tolist(),
+            strict=True,
+        ):
+            if nbytes:
+                offset = address - self._regions[region].address
+                out.append(self._views[region][offset : offset + nbytes])
+        return out
 
-    def runs(self, index: int) -> int:
-        """Return how many runs one object has."""
-        return self._first[index + 1] - self._first[index]
+    def gather(self, index: int, target: int, region: Region) -> None:
+        """Copy the runs of object `index` one after the other to address `target`."""
+        rows = self.rows(index)
+        nbytes = self.batch.nbytes[rows]
+        targets = np.uint64(target) + np.cumsum(nbytes) - nbytes
+        self._copy(self.batch.address[rows], targets, nbytes, region, store=True)
 
+    def scatter(self, index: int, source: int, region: Region) -> None:
+        """Copy bytes from address `source` to the runs of object `index`."""
+        rows = self.rows(index)
+        nbytes = self.batch.nbytes[rows]
+        sources = np.uint64(source) + np.cumsum(nbytes) - nbytes
+        self._copy(sources, self.batch.address[rows], nbytes, region, store=False)
 
-def aligned_objects(batch: Batch, alignment: int) -> NDArray[np.bool_]:
-    """Tell which objects O_DIRECT takes as they are: (keys,) bool.
-
-    Address and length of every run must be multiples of `alignment`.
-    """
-    if alignment <= 1:
-        return np.ones(len(batch), dtype=np.bool_)
-    wrong = (batch.address | batch.nbytes) % np.uint64(alignment) != 0
-    return np.asarray(np.add.reduceat(wrong.astype(np.int64), batch.first[:-1]) == 0)
-
-
-class BouncePool(Closing):
-    """Page-aligned buffers of `CHUNK` bytes, at most `limit` bytes of them, made when needed."""
-
-    def __init__(self, limit: int) -> None:
-        """Bound the pool; `limit` must hold at least one buffer."""
-        self._free: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
-        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
-        for _ in range(max(limit // CHUNK, 1)):
-            self._room.put(None)
-        self.nbytes = 0
-
-    def take(self) -> mmap.mmap:
-        """Return a buffer; `CapacityError` if none is free for a long time."""
-        try:
-            return self._free.get_nowait()
-        except queue.Empty:
-            pass
-        try:
-            self._room.get_nowait()
-        except queue.Empty:
-            try:
-                return self._free.get(timeout=PATIENCE)
-            except queue.Empty:
-                raise CapacityError(f"no bounce buffer in {PATIENCE:g} s; raise bounce=") from None
-        self.nbytes += CHUNK
-        return mmap.mmap(-1, CHUNK)
-
-    def give(self, buffer: mmap.mmap) -> None:
-        """Return a buffer that no I/O touches any more."""
-        self._free.put(buffer)
-
-    def close(self) -> None:
-        """Drop free buffers; the second call does nothing."""
-        while True:
-            try:
-                self._free.get_nowait()
-            except queue.Empty:
-                return
+    def _copy(
+        self,
+        source: NDArray[np.uint64],
+        target: NDArray[np.uint64],
+        nbytes: NDArray[np.uint64],
+        bounce: Region,
+        *,
+        store: bool,
+    ) -> None:
+        if len(nbytes) > 32 and int(nbytes.sum()) < len(nbytes) * GATHER_BELOW:
+            ours, theirs = [bounce], self._regions
+            some = np.flatnonzero(nbytes)
+            copy_runs(
+                source[some], theirs if store else ours,
+                target[some], ours if store else theirs, nbytes[some],
+            )  # fmt: skip
+            return
+        for start, end, length in zip(
+            source.tolist(), target.tolist(), nbytes.tolist(), strict=True
+        ):
+            ctypes.memmove(end, start, length)
 
 
-def copy_in(views: Sequence[memoryview], target: memoryview) -> None:
-    """Copy runs, one after another, to the start of `target`."""
-    at = 0
-    for view in views:
-        target[at : at + len(view)] = view
-        at += len(view)
-
-
-def copy_out(source: memoryview, views: Sequence[memoryview]) -> None:
-    """Copy the start of `source` to runs, one after another."""
-    at = 0
-    for view in views:
-        view[:] = source[at : at + len(view)]
-        at += len(view)
+def _view(region: Region) -> memoryview:
+    return memoryview((ctypes.c_ubyte * region.nbytes).from_address(region.address)).cast("B")

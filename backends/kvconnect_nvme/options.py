@@ -1,56 +1,89 @@
-"""Options of the nvme store, as they stand in its URL."""
+"""Options of ``nvme://``, parsed and checked once."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from kvconnect.config import Bytes
+from kvconnect.config import Bytes, parse_options
 from kvconnect.errors import ConfigError
 
-DURABILITY = {
-    "data": "payloads are on disk before their key appears; a power cut may lose the newest keys",
-    "index": "payload and key are on disk before put returns",
-    "none": "survives a killed process only; after a power cut the store starts empty",
-}
+BLOCK = 4096
+"""Bytes that every extent's address and length are multiples of: what any disk takes."""
+
+GIB = 1 << 30
+MAX_SLABS = 64
+"""Slab files by default at most: each holds a file descriptor open in every process."""
+
+Durability = Literal["data", "index", "none"]
+Eviction = Literal["sieve", "fifo"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class NvmeOptions:
-    """What ``nvme:///folder?...`` accepts; sizes in bytes, times in seconds."""
+    """What a URL may say.
+
+    `capacity`, `slab`, `bounce`: bytes; `timeout`: seconds per transfer and per wait.
+    `durability`: what a power cut may cost. ``data``: the newest keys, never bytes; ``index``:
+    nothing that was reported OK; ``none``: everything (a killed process still costs nothing).
+    `high`, `low`: fractions of the capacity where eviction starts and stops.
+    `index`: directory of the index, `format`: take over a foreign disk; block devices only.
+    """
 
     capacity: Bytes | None = None
-    """Most bytes of payload, counting what is there. A block device defaults to its size."""
     slab: Bytes | None = None
-    """Bytes of a slab file and so of the largest object; fixed when the store is made."""
     io: Literal["threads"] = "threads"
     io_threads: int = 4
-    durability: Literal["data", "index", "none"] = "data"
+    durability: Durability = "data"
     checksum: bool = True
     direct: Literal["auto", "on", "off"] = "auto"
     bounce: Bytes = 256 << 20
     high: float = 0.95
     low: float = 0.90
-    evict: bool = True
-    """False: a full store refuses with NO_SPACE instead of evicting."""
+    eviction: Eviction = "sieve"
     timeout: float = 60.0
-    """Deadline of a transfer whose caller gives none."""
     index: str | None = None
-    """Folder of the index, where the location is a block device."""
     format: bool = False
-    """Take over a block device that holds something else."""
 
     def __post_init__(self) -> None:
-        """Check ranges; `ConfigError` names the option."""
-        for name, least in (("capacity", 1 << 16), ("slab", 1 << 16), ("bounce", 8 << 20)):
+        """Refuse numbers that no store can have."""
+        for name in ("capacity", "slab", "bounce"):
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(f"nvme: {name}={value} is too small; it must be >= {least} B")
+            if value is not None and value < BLOCK:
+                raise ConfigError(f"nvme: {name}={value} B; it must be at least {BLOCK} B")
         if not 1 <= self.io_threads <= 256:
-            raise ConfigError(f"nvme: io_threads={self.io_threads} must be between 1 and 256")
-        if not 0 < self.low < self.high <= 1:
+            raise ConfigError(f"nvme: io_threads={self.io_threads}; it must be 1 to 256")
+        if not 0 < self.timeout < math.inf:
+            raise ConfigError(f"nvme: timeout={self.timeout} s; it must be above 0 and finite")
+        if not 0 < self.low <= self.high <= 1:
             raise ConfigError(
-                f"nvme: watermarks need 0 < low < high <= 1, not {self.low}, {self.high}"
+                f"nvme: low={self.low} and high={self.high}; they must be fractions of the "
+                f"capacity with 0 < low <= high <= 1"
             )
-        if not self.timeout > 0:
-            raise ConfigError(f"nvme: timeout={self.timeout} must be greater than 0")
+
+
+def parse(options: Mapping[str, str]) -> NvmeOptions:
+    """Parse the options of a URL; `ConfigError` names the option and close matches."""
+    return parse_options(options, NvmeOptions, "nvme")
+
+
+def down(nbytes: int) -> int:
+    """Round bytes down to whole blocks."""
+    return nbytes // BLOCK * BLOCK
+
+
+def up(nbytes: int) -> int:
+    """Round bytes up to whole blocks.
+
+    >>> up(2304), up(4096)
+    (4096, 4096)
+    """
+    return -(-nbytes // BLOCK) * BLOCK
+
+
+def default_slab(capacity: int) -> int:
+    """Bytes per slab file: at least 1 GiB and at most 64 files, or the whole capacity."""
+    steps = -(-capacity // (MAX_SLABS * GIB))
+    return min(down(capacity), max(steps, 1) * GIB)

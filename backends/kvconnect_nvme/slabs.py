@@ -1,174 +1,187 @@
-"""Slabs: the preallocated files (or the one block device) that hold payloads.
+"""Slabs: the files, or the one block device, that objects lie in.
 
-Preallocation is what makes puts fast: writes that extend a file are serialised by the file
-system. Slabs are made one by one as room is needed, each of `slab_bytes`; the last may be
-smaller so that the capacity is met exactly.
+A slab is preallocated whole, so that a put never finds the disk full half-way, and is created
+only when the space before it is used up. Files are opened once and stay open.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
+import errno
 import logging
-import mmap
 import os
-import stat
 import threading
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal
 
 from kvconnect.backend import Closing
-from kvconnect.errors import ConfigError, UnavailableError
-from kvconnect_nvme.failures import translated
+from kvconnect.errors import UnavailableError
+from kvconnect_nvme.bounce import aligned
+from kvconnect_nvme.foreign import mapped
+from kvconnect_nvme.options import BLOCK
 
 log = logging.getLogger("kvconnect.nvme")
 
-MAGIC = b"kvconnect nvme store 1\n"
-DEVICE_HEADER = 1 << 20
-"""A block device keeps its first MiB for the magic; slab 0 starts after it."""
-BLKGETSIZE64 = 0x80081272
+DEVICE_BASE = 1 << 20
+"""Bytes kept for the superblock at the start of a block device."""
+
+Direct = Literal["auto", "on", "off"]
 
 
 class Slabs(Closing):
-    """File descriptors of the slabs, opened when first used."""
+    """Open files by slab number.
 
-    def __init__(self, location: Path, slab_bytes: int, *, direct: str) -> None:
-        """Serve the folder or block device at `location`; `direct` is auto, on or off."""
-        self.location, self.slab_bytes, self._mode = location, slab_bytes, direct
-        self.device = location.exists() and stat.S_ISBLK(location.stat().st_mode)
+    `alignment`: bytes that memory addresses and lengths must be multiples of for I/O without
+    a copy; 1 when the page cache is in between.
+    """
+
+    def __init__(self, path: Path, slab_bytes: int, direct: Direct, *, device: bool) -> None:
+        """`path`: the directory, or the device. Nothing is created yet."""
+        self.path, self.slab_bytes, self.device = path, slab_bytes, device
+        self._base = DEVICE_BASE if device else 0
         self._fds: dict[int, int] = {}
         self._lock = threading.Lock()
-        self.direct = direct != "off"
-        self.memory_alignment = 1
+        self._closed = False
+        self.alignment = 1 if direct == "off" else self._probe(required=direct == "on")
 
-    def path(self, number: int) -> Path:
-        """Return the file of slab `number`."""
-        return self.location if self.device else self.location / f"slab-{number:04d}.dat"
+    @property
+    def direct(self) -> bool:
+        """Whether the page cache is bypassed."""
+        return self.alignment > 1
 
-    def create(self, number: int, nbytes: int) -> None:
-        """Preallocate a slab file; on failure nothing of it stays behind."""
-        if self.device:
-            return
-        path = self.path(number)
-        with translated(f"slab {path}"):
-            fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            try:
-                os.posix_fallocate(fd, 0, nbytes)
-                os.fsync(fd)
-            except OSError:
-                with contextlib.suppress(OSError):
-                    path.unlink()
-                raise
-            finally:
-                os.close(fd)
-            sync_folder(self.location)
+    def file(self, number: int) -> Path:
+        """Return the file of a slab."""
+        return self.path if self.device else self.path / f"slab-{number:04d}.dat"
 
-    def fd(self, number: int) -> int:
-        """Return the descriptor of slab `number`, probing O_DIRECT the first time."""
+    def locate(self, address: int) -> tuple[int, int]:
+        """Return (fd, file offset) of a store address."""
+        number, offset = divmod(address, self.slab_bytes)
+        return self._fd(number), offset + self._base
+
+    def _fd(self, number: int) -> int:
+        fd = self._fds.get(number)
+        if fd is not None:
+            return fd
         with self._lock:
             if number not in self._fds:
-                with translated(f"slab {self.path(number)}"):
-                    self._fds[number] = self._open(self.path(number))
+                if self._closed:
+                    raise UnavailableError(f"nvme: {self.path} was closed")
+                self._fds[number] = self._open(number)
             return self._fds[number]
 
-    def place(self, address: int) -> tuple[int, int]:
-        """Turn a store address into (slab number, offset in its file)."""
-        number, offset = divmod(address, self.slab_bytes)
-        return number, offset + (DEVICE_HEADER if self.device else 0)
+    def _open(self, number: int) -> int:
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if self.direct else 0)
+        with mapped(f"open {self.file(number)}"):
+            return os.open(self.file(number), flags)
 
-    def sync(self, numbers: set[int]) -> None:
-        """Put everything written to these slabs on the medium."""
-        for number in sorted(numbers):
-            with translated(f"sync of slab {self.path(number)}"):
-                os.fdatasync(self.fd(number))
-
-    def truncate(self, number: int) -> None:
-        """Delete an empty slab file and give its room back to the file system."""
-        with self._lock:
-            if (fd := self._fds.pop(number, None)) is not None:
-                os.close(fd)
-        with translated(f"slab {self.path(number)}"):
-            self.path(number).unlink(missing_ok=True)
-
-    def _open(self, path: Path) -> int:
-        flags = os.O_RDWR | os.O_CLOEXEC
-        if self.direct:
-            try:
-                fd = os.open(path, flags | os.O_DIRECT)
-                self.memory_alignment = max(self.memory_alignment, probe(fd))
-            except OSError as error:
-                self._degrade(path, error)
-            else:
-                return fd
-        return os.open(path, flags)
-
-    def _degrade(self, path: Path, error: OSError) -> None:
-        if self._mode == "on":
-            raise UnavailableError(
-                f"direct=on: {path} does not take O_DIRECT ({error.strerror}); use direct=auto"
-            ) from error
-        log.warning("nvme: %s does not take O_DIRECT (%s); using the page cache", path, error)
-        self.direct = False
-
-    def close(self) -> None:
-        """Close all descriptors; the second call does nothing."""
-        with self._lock:
-            while self._fds:
-                os.close(self._fds.popitem()[1])
-
-
-def probe(fd: int) -> int:
-    """Find the alignment O_DIRECT needs on this very file: 512 or 4096; OSError if neither."""
-    with mmap.mmap(-1, 3 * 4096) as memory:
-        for step in (512, 4096):
-            with memoryview(memory)[step : 2 * step] as view:
-                try:
-                    os.preadv(fd, [view], step)
-                except OSError:
-                    if step == 4096:
-                        raise
-                else:
-                    return step
-    return 4096
-
-
-def device_bytes(path: Path) -> int:
-    """Return the usable bytes of a block device."""
-    with translated(f"block device {path}"):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    def _probe(self, *, required: bool) -> int:
+        """Return the alignment that O_DIRECT takes on this very file system; 1 for none."""
         try:
-            buffer = bytearray(8)
-            fcntl.ioctl(fd, BLKGETSIZE64, buffer)
-            return int.from_bytes(buffer, "little") - DEVICE_HEADER
+            fd, made = self._open_probe()
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                with mapped(f"open {self.path}"):
+                    raise
+            return self._degrade(error, required=required)
+        try:
+            return _probe_alignment(fd)
+        except OSError as error:
+            return self._degrade(error, required=required)
         finally:
             os.close(fd)
+            if made is not None:
+                made.unlink(missing_ok=True)
 
-
-def claim_device(path: Path, *, overwrite: bool) -> None:
-    """Write our magic on an empty device; refuse one that holds something else.
-
-    Raises `ConfigError` unless the first MiB is ours or all zeros, or `overwrite` is set.
-    """
-    with translated(f"block device {path}"):
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    def _open_probe(self) -> tuple[int, Path | None]:
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT
+        first = self.file(0)
+        # An empty slab (after `compact`) has nothing to read and would look like a refusal.
+        if self.device or (first.exists() and first.stat().st_size >= 2 * BLOCK):
+            return os.open(first, flags), None
+        made = self.path / f"probe-{os.getpid()}-{threading.get_ident()}.tmp"
+        fd = os.open(made, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            head = os.pread(fd, DEVICE_HEADER, 0)
-            if head.startswith(MAGIC):
-                return
-            if head.strip(b"\0") and not overwrite:
-                raise ConfigError(
-                    f"{path} is not empty and holds no kvconnect store; format=true takes it "
-                    f"over and destroys what is there"
-                )
-            os.pwrite(fd, MAGIC.ljust(DEVICE_HEADER, b"\0"), 0)
+            os.write(fd, bytes(2 * BLOCK))
+        finally:
+            os.close(fd)
+        try:
+            return os.open(made, flags), made
+        except OSError:
+            made.unlink(missing_ok=True)
+            raise
+
+    def _degrade(self, error: OSError, *, required: bool) -> int:
+        if required:
+            raise UnavailableError(
+                f"nvme: {self.path} takes no O_DIRECT ({error}); use direct=auto or another "
+                f"file system"
+            ) from error
+        log.warning("nvme: %s takes no O_DIRECT (%s); the page cache is used", self.path, error)
+        return 1
+
+    def grow(self, number: int, have: int, want: int, reserve: int) -> None:
+        """Give a slab `want` bytes on disk, of which it has `have`; `OSError` if it cannot.
+
+        At least `reserve` bytes of the file system stay free, for the index. What a failure
+        leaves behind is removed.
+        """
+        if self.device:
+            return
+        room = os.statvfs(self.path)
+        if room.f_bavail * room.f_frsize < want - have + reserve:
+            text = f"{want - have} B for {self.file(number)} and {reserve} B for the index"
+            raise OSError(errno.ENOSPC, f"no space: {text}")
+        # A file that is there stays there: other processes may have it open, and a new one
+        # under its name would not be the one they write to.
+        fresh = not self.file(number).exists()
+        fd = os.open(self.file(number), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, have, want - have)
+            os.fsync(fd)
+        except OSError:
+            if fresh:
+                self.file(number).unlink(missing_ok=True)
+            else:
+                os.ftruncate(fd, have)
+            raise
+        finally:
+            os.close(fd)
+        self._sync_directory()
+
+    def shrink(self, number: int, nbytes: int) -> None:
+        """Cut a slab to `nbytes`. An empty file stays, for the processes that have it open."""
+        if not self.device:
+            with mapped(f"shrink {self.file(number)}"):
+                os.truncate(self.file(number), nbytes)
+
+    def _sync_directory(self) -> None:
+        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
             os.fsync(fd)
         finally:
             os.close(fd)
 
+    def sync(self, numbers: Iterable[int]) -> None:
+        """Make what was written to these slabs safe on disk."""
+        for number in sorted(set(numbers)):
+            with mapped(f"fdatasync {self.file(number)}"):
+                os.fdatasync(self._fd(number))
 
-def sync_folder(path: Path) -> None:
-    """Put a folder's names on disk, so that a new file survives a power cut."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    def close(self) -> None:
+        """Close all files; nothing may be moving any more."""
+        with self._lock:
+            self._closed = True
+            while self._fds:
+                os.close(self._fds.popitem()[1])
+
+
+def _probe_alignment(fd: int) -> int:
+    buffer = aligned(2 * BLOCK)
+    for step in (512, BLOCK):
+        try:
+            if os.preadv(fd, [buffer[step : 2 * step]], step) == step:
+                return step
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+    raise OSError(errno.EINVAL, f"reads of {BLOCK} aligned bytes are refused")

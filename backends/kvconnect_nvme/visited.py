@@ -1,63 +1,70 @@
-"""One visited mark per object, shared by all processes and written without a lock.
+"""Which objects were read since the eviction hand last passed: a byte each, shared by mmap.
 
-Eviction wants to know what was read since it last came by; an index transaction per read
-would cost more than the read. So marks are bytes of a memory-mapped file, at a hash of the
-object's address. Two objects may share a mark: then one is spared once too often, no more.
+A read must not take the writer's lock, so the bit is not in the index. The byte is found by a
+hash of the address; two objects may share one, which at worst keeps one of them a turn longer.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvconnect.backend import Closing
-from kvconnect_nvme.failures import translated
+from kvconnect_nvme.foreign import mapped
+from kvconnect_nvme.options import BLOCK
 
-_PRIME = 0x9E3779B97F4A7C15
+SMALLEST, LARGEST = 64 << 10, 16 << 20
+_MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Visited(Closing):
-    """The marks of a store with `capacity` bytes."""
+    """The shared bytes. Racing writers are harmless: all of them write the same value."""
 
     def __init__(self, path: Path, capacity: int) -> None:
-        """Map the file, one mark per 64 KiB of capacity, from 64 KiB to 16 MiB of marks."""
-        wanted = max(capacity >> 16, 1).bit_length()
-        self._bits = min(max(wanted, 16), 24)
-        with translated(f"visited marks {path}"):
-            fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        """Map the file at `path`, created for `capacity` bytes of objects if it is missing."""
+        wanted = SMALLEST
+        while wanted < LARGEST and wanted * 16 * BLOCK < capacity:
+            wanted *= 2
+        with mapped(f"open {path}"):
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
-                if os.fstat(fd).st_size < 1 << self._bits:
-                    os.posix_fallocate(fd, 0, 1 << self._bits)
-                self._map: mmap.mmap | None = mmap.mmap(fd, 1 << self._bits)
+                size = os.fstat(fd).st_size
+                if size < SMALLEST or size & (size - 1):
+                    # Reserved, because a sparse mapping on a full disk ends in SIGBUS.
+                    os.posix_fallocate(fd, 0, wanted)
+                    os.ftruncate(fd, size := wanted)
+                self._map = mmap.mmap(fd, size)
             finally:
                 os.close(fd)
-        self._marks: NDArray[np.uint8] | None = np.frombuffer(self._map, dtype=np.uint8)
+        self._bytes: NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
+        self._shift = np.uint64(64 - size.bit_length() + 1)
 
-    def mark(self, addresses: list[int]) -> None:
-        """Note that the objects at these addresses were read."""
-        if self._marks is not None and addresses:
-            at = np.array(addresses, dtype=np.uint64) >> np.uint64(12)
-            self._marks[self._slot(at)] = 1
+    def _slots(self, address: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        return (address // np.uint64(BLOCK) * _MIX) >> self._shift
+
+    def mark(self, address: NDArray[np.uint64]) -> None:
+        """Note that the objects at these addresses, (objects,) uint64, were used."""
+        self._bytes[self._slots(address)] = 1
+
+    def forget(self, address: NDArray[np.uint64]) -> None:
+        """Note that these addresses hold new objects, not used yet."""
+        self._bytes[self._slots(address)] = 0
 
     def take(self, address: int) -> bool:
-        """Return whether the object was read since the last call, and clear its mark."""
-        if self._marks is None:
-            return False
-        at = (((address >> 12) * _PRIME) & (2**64 - 1)) >> (64 - self._bits)
-        seen = bool(self._marks[at])
-        self._marks[at] = 0
-        return seen
-
-    def _slot(self, blocks: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        return (blocks * np.uint64(_PRIME)) >> np.uint64(64 - self._bits)
+        """Tell whether the object at `address` was used, and forget it."""
+        slot = int(self._slots(np.array([address], dtype=np.uint64))[0])
+        was = bool(self._bytes[slot])
+        self._bytes[slot] = 0
+        return was
 
     def close(self) -> None:
-        """Unmap; the second call does nothing."""
-        self._marks = None
-        if self._map is not None:
+        """Drop the mapping once nothing looks at it any more."""
+        self._bytes = np.zeros(len(self._bytes), dtype=np.uint8)
+        # Where a thread still looks, the map goes with the last look instead.
+        with suppress(BufferError):
             self._map.close()
-            self._map = None

@@ -33,10 +33,11 @@ Value = bytes | None
 
 
 class BackendMachine(RuleBasedStateMachine):
-    """Base of the machines; `open_store` and `durable` are set by `backend_machine`."""
+    """Base of the machines; `backend_machine` sets the three attributes."""
 
     open_store: Callable[[], Callable[[], Backend]]
     durable: bool
+    faults: bool
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,6 +74,7 @@ class BackendMachine(RuleBasedStateMachine):
             outcome = move(self.store, held.batch(Op.STORE, names))
         held.check()
         note(repr(outcome))
+        assert self.faults or outcome.ok.all(), dict(outcome.causes)
         for name, content, ok in zip(names, contents, outcome.ok.tolist(), strict=True):
             self.model[name] = {content} if ok else {None, *self.may_be(name)}
 
@@ -106,7 +108,8 @@ class BackendMachine(RuleBasedStateMachine):
                 allowed.add(Status.ABSENT)
             else:
                 allowed.add(Status.OK if len(value) == size else Status.SIZE_MISMATCH)
-        assert status in allowed, f"{name[-4:]} at {size} B"
+        injected = self.faults and status is not Status.OK
+        assert injected or status in allowed, f"{name[-4:]} at {size} B"
         if status is Status.OK:
             assert held.read(index) in self.may_be(name)
 
@@ -161,12 +164,13 @@ class BackendMachine(RuleBasedStateMachine):
 
 
 def backend_machine(
-    open_store: Callable[[], Callable[[], Backend]], *, durable: bool
+    open_store: Callable[[], Callable[[], Backend]], *, durable: bool, faults: bool = False
 ) -> type[BackendMachine]:
     """Return a machine class for one backend; its ``TestCase`` attribute is what pytest runs.
 
     `open_store` is called once per example and returns what opens that example's store: with
-    `durable`, opening a second time must find the objects of the first.
+    `durable`, opening a second time must find the objects of the first. With `faults` any key
+    may fail to be stored or loaded, as long as nothing wrong is returned; else all must work.
     """
-    namespace = {"open_store": staticmethod(open_store), "durable": durable}
+    namespace = {"open_store": staticmethod(open_store), "durable": durable, "faults": faults}
     return type("Machine", (BackendMachine,), namespace)

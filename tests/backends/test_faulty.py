@@ -1,11 +1,13 @@
 """Faulty produces what real stores do wrong (cases 14, 18, 19), and wrong results are caught."""
 
 import pytest
+from hypothesis import settings
 
 from kvconnect.backend import Op, Status
 from kvconnect.errors import RegistrationError, UnavailableError
 from kvconnect.memory import MemoryBackend
 from kvconnect.region import chunks
+from kvconnect.testing.machine import backend_machine
 from kvconnect.testing.memory import GuardedBuffer, Objects
 from kvconnect.testing.suite import BackendSuite, keys, move
 from kvconnect.testing.suite.base import content, expect, filled, get, put, stored
@@ -140,3 +142,12 @@ def test_chance_is_seeded_and_store_faults_are_not_visible():
     assert statuses == run(1)[1] != run(2)[1]
     assert 20 < counts["BACKEND_ERROR"] < 60
     assert 20 < counts["TIMEOUT"] < 60
+
+
+def open_unreliable():
+    rates = {Status.BACKEND_ERROR: 0.15, Status.TIMEOUT: 0.15, Status.CHECKSUM: 0.1}
+    return lambda: Faulty(MemoryBackend(), rates=rates, dirt=Dirt.HALF)
+
+
+TestUnreliableMachine = backend_machine(open_unreliable, durable=False, faults=True).TestCase
+TestUnreliableMachine.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)

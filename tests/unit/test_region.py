@@ -92,6 +92,15 @@ def test_sums_that_wrap_around_are_outside(count):
                 table.locate(_uint64([address]), _uint64([(landing - address) % TOP]))
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_end_of_a_region_is_outside_even_for_no_bytes(count):
+    """However many regions there are: the answer must not depend on the path taken."""
+    table = RegionTable([Region(f"r{i}", 4096 * (2 * i + 1), 4096) for i in range(count)])
+    assert table.locate(_uint64([4096, 8191]), _uint64([0, 0])).tolist() == [0, 0]
+    with pytest.raises(RegistrationError):
+        table.locate(_uint64([4096, 8192]), _uint64([0, 0]))
+
+
 def test_no_descriptors_is_fine_and_no_regions_is_not():
     for table in (RegionTable([]), RegionTable([Region("a", 4096, 64)])):
         assert table.locate(_uint64([]), _uint64([])).tolist() == []

@@ -173,6 +173,11 @@ class IgnoresSize(Broken):
         return np.array([size is not None for size in self.inner.objects.sizes(names)])
 
 
+class StoresNothing(Broken):
+    def submit(self, batch):
+        return Finished(batch, Status.BACKEND_ERROR)
+
+
 class SortsRuns(Broken):
     def submit(self, batch):
         for key in range(len(batch)):
@@ -312,7 +317,7 @@ def test_the_suite_helpers_compare_bytes():
             stored(store, keys(1), [64], "two")
 
 
-@pytest.mark.parametrize("bug", [KeepsTheFirstBytes, ClearsTooMuch, IgnoresSize])
+@pytest.mark.parametrize("bug", [KeepsTheFirstBytes, ClearsTooMuch, IgnoresSize, StoresNothing])
 def test_the_machine_catches(bug):
     machine = backend_machine(lambda: bug, durable=False)
     # Found is enough; shrinking the example would take minutes.

@@ -1,0 +1,105 @@
+"""Bounce buffers: aligned memory for what cannot be moved in place, one bounded allocation.
+
+The address range is reserved at the first use and its pages are touched only as needed, from
+the bottom up; it is never given back, because faulting pages in anew costs more than the copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kvconnect.errors import CapacityError, TransferTimeoutError
+from kvconnect_nvme.options import BLOCK, down, up
+
+
+def aligned(nbytes: int) -> memoryview:
+    """Return anonymous memory at a page boundary."""
+    return memoryview(mmap.mmap(-1, nbytes))
+
+
+def address_of(view: memoryview) -> int:
+    """Return the address of writable memory."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+class Slot:
+    """A piece of the pool: `view` and its `address`, a multiple of 4096."""
+
+    __slots__ = ("address", "offset", "view")
+
+    def __init__(self, view: memoryview, address: int, offset: int) -> None:
+        """`offset`: bytes from the start of the pool."""
+        self.view, self.address, self.offset = view, address, offset
+
+
+class BouncePool:
+    """Hands out slots, first fit from the bottom.
+
+    Invariants: slots do not overlap; their addresses are multiples of 4096. A holder of a
+    slot never waits for another one, so that waiting always ends.
+    """
+
+    def __init__(self, limit: int, timeout: float) -> None:
+        """`limit`: bytes of all slots together; `timeout`: seconds to wait for one."""
+        self.limit, self._timeout = down(limit), timeout
+        self._memory: memoryview | None = None
+        self._base = 0
+        self._taken: list[tuple[int, int]] = []
+        self._changed = threading.Condition()
+        self.touched = 0
+
+    @contextmanager
+    def slot(self, nbytes: int) -> Iterator[Slot]:
+        """Lend a slot of at least `nbytes`.
+
+        Raises `CapacityError` if the pool is smaller, `TransferTimeoutError` if none came free.
+        """
+        need = up(nbytes)
+        if need > self.limit:
+            raise CapacityError(
+                f"nvme: {nbytes} B must pass through a bounce buffer, bounce={self.limit} B; "
+                f"raise bounce= or align the memory to {BLOCK} B"
+            )
+        offset = self._acquire(need)
+        try:
+            memory = self._memory
+            if memory is None:
+                raise CapacityError("nvme: the bounce pool has no memory")
+            yield Slot(memory[offset : offset + need], self._base + offset, offset)
+        finally:
+            self._release(offset, need)
+
+    def _acquire(self, need: int) -> int:
+        until = time.monotonic() + self._timeout
+        with self._changed:
+            if self._memory is None:
+                self._memory = aligned(self.limit)
+                self._base = address_of(self._memory)
+            while (offset := self._find(need)) is None:
+                if not self._changed.wait(until - time.monotonic()) and time.monotonic() >= until:
+                    raise TransferTimeoutError(
+                        f"nvme: no bounce buffer of {need} B came free in {self._timeout} s; "
+                        f"raise bounce={self.limit} B"
+                    )
+            self._taken.append((offset, need))
+            self._taken.sort()
+            self.touched = max(self.touched, offset + need)
+            return offset
+
+    def _find(self, need: int) -> int | None:
+        at = 0
+        for offset, nbytes in self._taken:
+            if offset - at >= need:
+                return at
+            at = offset + nbytes
+        return at if self.limit - at >= need else None
+
+    def _release(self, offset: int, nbytes: int) -> None:
+        with self._changed:
+            self._taken.remove((offset, nbytes))
+            self._changed.notify_all()

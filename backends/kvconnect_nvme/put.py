@@ -1,0 +1,205 @@
+"""Storing a batch: compare, reserve, write, sync, publish; in that order, for any crash.
+
+Until the one transaction that publishes, nothing of the batch is visible; when it commits, all
+written objects are, and their bytes are on disk already.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvconnect.backend import Status
+from kvconnect_nvme import entry as codec
+from kvconnect_nvme import keys
+from kvconnect_nvme.core import Core, Job
+from kvconnect_nvme.engine import Group
+from kvconnect_nvme.entry import Entry
+from kvconnect_nvme.extents import Extent, joined
+from kvconnect_nvme.foreign import status_of, translate
+from kvconnect_nvme.grouping import group
+from kvconnect_nvme.options import up
+from kvconnect_nvme.tables import Session
+from kvconnect_nvme.work import Stopped, Storing, checksum
+
+_ROUNDS = 3
+"""Attempts at objects that are evicted by others between comparing and publishing."""
+
+
+def store(core: Core, job: Job) -> None:
+    """Store a batch; every key is settled on return."""
+    put = _Put(core, job)
+    todo = put.not_empty()
+    for _ in range(_ROUNDS):
+        todo = put.run(todo)
+        if not todo:
+            return
+    job.settle_rest(Status.BACKEND_ERROR, "evicted again and again while it was being stored")
+
+
+@dataclass(slots=True)
+class _Put:
+    core: Core
+    job: Job
+    expiry: int = field(init=False)
+    flags: int = field(init=False)
+    same: dict[int, Entry] = field(default_factory=dict)
+
+    @property
+    def packed(self) -> list[bytes]:
+        return self.job.packed
+
+    def __post_init__(self) -> None:
+        batch, options = self.job.batch, self.core.options
+        self.expiry = 0 if batch.ttl is None else math.ceil((time.time() + batch.ttl) * 1000)
+        self.flags = codec.PINNED * batch.pin | codec.HASHED * options.checksum
+
+    def not_empty(self) -> list[int]:
+        sizes = self.job.memory.sizes.tolist()
+        for index, size in enumerate(sizes):
+            if not size:
+                self.job.settle(index, Status.SIZE_MISMATCH, "0 B; an object has at least one byte")
+        return [index for index, size in enumerate(sizes) if size]
+
+    def run(self, todo: list[int]) -> list[int]:
+        """Store the objects `todo`; return those that have to be stored again."""
+        self.same = self._compare(todo)
+        new = [i for i in todo if i not in self.same]
+        again = self._confirm_same()
+        if new:
+            self._write_new(new)
+        return again
+
+    def _compare(self, todo: list[int]) -> dict[int, Entry]:
+        """Find the objects that are stored already, byte for byte by their checksum."""
+        if not self.core.options.checksum:
+            return {}
+        with self.core.env.read() as session:
+            raws = self.core.index(session).raw([self.packed[i] for i in todo])
+        now, found = codec.now_ms(), dict[int, Entry]()
+        for i, raw in zip(todo, raws, strict=True):
+            entry = None if raw is None else codec.unpack(self.packed[i], raw)
+            if entry is not None and self._comparable(i, entry, now):
+                found[i] = entry
+        sums = self.core.engine.each(self._sum, list(found))
+        pairs = zip(found.items(), sums, strict=True)
+        return {i: entry for (i, entry), digest in pairs if digest == entry.checksum}
+
+    def _comparable(self, index: int, entry: Entry, now: int) -> bool:
+        hashed = entry.flags & codec.HASHED
+        return (
+            bool(hashed) and entry.nbytes == self.job.memory.sizes[index] and not entry.expired(now)
+        )
+
+    def _sum(self, index: int) -> int | None:
+        if self.job.stop_reason() is not None:
+            return None
+        return checksum(self.job.memory.views(index), keys.seed(self.packed[index]))
+
+    def _confirm_same(self) -> list[int]:
+        """Settle what is stored already; return what has vanished meanwhile."""
+        changed = {i: e for i, e in self.same.items() if self._merged(e) != (e.expiry, e.flags)}
+        gone: list[int] = []
+        if changed:
+
+            def touch(session: Session) -> list[int]:
+                index = self.core.index(session)
+                return [
+                    i
+                    for i, e in changed.items()
+                    if not index.touch(self.packed[i], e.seq, *self._merged(e))
+                ]
+
+            gone = self.core.env.write(touch)
+        kept = {i: e for i, e in self.same.items() if i not in gone}
+        self.core.mark([e.address for e in kept.values()])
+        self.core.count("put.same", len(kept))
+        for i in kept:
+            self.job.settle(i, Status.OK)
+        self.same = kept
+        return gone
+
+    def _merged(self, entry: Entry) -> tuple[int, int]:
+        """Return (expiry, flags) after storing the same again: the later one; a pin stays."""
+        forever = not entry.expiry or not self.expiry
+        expiry = 0 if forever else max(entry.expiry, self.expiry)
+        return expiry, entry.flags | self.flags
+
+    def _write_new(self, new: list[int]) -> None:
+        rooms = [up(int(self.job.memory.sizes[i])) for i in new]
+        keep = frozenset(entry.seq for entry in self.same.values())
+        got = self.core.arena.reserve(rooms, keep)
+        places: dict[int, int] = {}
+        for at, (i, place) in enumerate(zip(new, got.places, strict=True)):
+            if place is None:
+                self.job.settle(i, Status.NO_SPACE, got.causes.get(at, ""))
+            else:
+                places[i] = place
+        unused = {i: (place, up(int(self.job.memory.sizes[i]))) for i, place in places.items()}
+        try:
+            self._write(places, unused)
+        finally:
+            # Whatever was not published stays held by this store and serves the next put.
+            self.core.arena.give(list(unused.values()))
+
+    def _write(self, places: dict[int, int], unused: dict[int, Extent]) -> None:
+        core, job = self.core, self.job
+        seeds = {i: keys.seed(self.packed[i]) for i in places} if core.options.checksum else None
+        work = Storing(job.memory, core.bounce, job.check, seeds)
+        groups = group(places, job.memory, core.slabs, core.options.io_threads)
+        errors = core.engine.run(job.batch.op, groups, work)
+        self._settle_failed(groups, errors)
+        written = [i for i in places if i in work.moved]
+        if not written:
+            return
+        if core.options.durability != "none":
+            core.slabs.sync(g.slab for g in groups)
+        if job.stop_reason() is Status.TIMEOUT:
+            # Nobody waits any more; the space is reused.
+            job.settle_rest(Status.TIMEOUT, "the deadline passed before it was published")
+            return
+        self._publish(written, places, work.checksums)
+        for i in written:
+            del unused[i]
+            job.settle(i, Status.OK)
+        core.count("put.written", len(written))
+        core.count("put.bytes", int(job.memory.sizes[written].sum()))
+
+    def _settle_failed(self, groups: list[Group], errors: list[Exception | None]) -> None:
+        for one, error in zip(groups, errors, strict=True):
+            if error is None:
+                continue
+            if isinstance(error, Stopped):
+                status, cause = error.status, ""
+            else:
+                ours = translate(error, f"write {one.nbytes} B to slab {one.slab}")
+                status, cause = status_of(ours), str(ours)
+            for i in one.objects:
+                self.job.settle(i, status, cause)
+
+    def _publish(self, written: list[int], places: dict[int, int], sums: dict[int, int]) -> None:
+        sizes = self.job.memory.sizes
+        self.core.visited.forget(_addresses(places, written))
+
+        def change(session: Session) -> None:
+            index = self.core.index(session)
+            rooms = [(places[i], up(int(sizes[i]))) for i in written]
+            for address, nbytes in joined(rooms, self.core.slabs.slab_bytes):
+                index.unhold(self.core.owner, address, nbytes)
+            for i in written:
+                key = self.packed[i]
+                entry = Entry(
+                    places[i], int(sizes[i]), sums.get(i, 0), keys.identity(key), 0,
+                    self.expiry, self.flags,
+                )  # fmt: skip
+                index.publish(key, entry)
+
+        self.core.env.write(change)
+
+
+def _addresses(places: dict[int, int], written: list[int]) -> NDArray[np.uint64]:
+    return np.array([places[i] for i in written], dtype=np.uint64)

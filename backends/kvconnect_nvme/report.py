@@ -1,0 +1,51 @@
+"""What a store says about itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvconnect_nvme.core import Core
+from kvconnect_nvme.tables import Counters
+
+
+def counters(core: Core) -> Counters:
+    """Return the store's counters as of now."""
+    with core.env.read() as session:
+        return session.counters
+
+
+def stats(core: Core) -> dict[str, int | float | str]:
+    """Return sizes (bytes) and counts; `moved` figures are this process's own."""
+    now = counters(core)
+    with core.lock:
+        own = {f"moved.{name}": number for name, number in core.counts.items()}
+    return {
+        "capacity_bytes": core.space.capacity,
+        "total_bytes": now.total,
+        "used_bytes": now.used,
+        "free_bytes": now.free,
+        "held_bytes": now.held,
+        "index_bytes": core.env.nbytes(),
+        "index_file_bytes": core.env.file_bytes(),
+        "bounce_bytes": core.bounce.touched,
+        "slab_bytes": core.slabs.slab_bytes,
+        "objects": now.objects,
+        "pinned": now.pinned,
+        "evicted": now.evicted,
+        "expired": now.expired,
+        "healed": now.healed,
+        "direct": "on" if core.slabs.direct else "off",
+        "alignment": core.slabs.alignment,
+        "durability": core.options.durability,
+        **own,
+    }
+
+
+def describe(core: Core, path: Path) -> str:
+    """Return one line that says what and how full it is."""
+    now = counters(core)
+    direct = "O_DIRECT" if core.slabs.direct else "page cache"
+    return (
+        f"NvmeBackend({path}, {now.objects} objects, {now.used} of {core.space.capacity} B, "
+        f"{direct}, durability={core.options.durability})"
+    )

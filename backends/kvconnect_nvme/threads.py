@@ -1,0 +1,98 @@
+"""The threads engine: preadv and pwritev on a few threads; needs nothing but the kernel."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from kvconnect.backend import Closing, Op
+from kvconnect_nvme.engine import Group, IoEngine, Work
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+IOV_MAX = os.sysconf("SC_IOV_MAX")
+CALL_BYTES = 64 << 20
+"""Bytes per system call at most, far below the 2 GiB where the kernel cuts calls short."""
+
+
+class ThreadsEngine(Closing):
+    """`threads` threads that live as long as the engine."""
+
+    def __init__(self, threads: int) -> None:
+        """Threads start when first needed."""
+        self.threads = threads
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvconnect-nvme-io")
+
+    def run(self, op: Op, groups: Sequence[Group], work: Work) -> list[Exception | None]:
+        """Move all groups; return each one's error."""
+        return self.each(lambda group: _guarded(op, group, work), groups)
+
+    def each(self, call: Callable[[T], R], items: Iterable[T]) -> list[R]:
+        """Call for every item; one item alone runs here, to spare the hand-over."""
+        todo = list(items)
+        if len(todo) == 1:
+            return [call(todo[0])]
+        futures = [self._pool.submit(call, item) for item in todo]
+        # No deadline here: the memory is in use until the last call returns, however long
+        # that takes. The caller's own wait is the one that ends early.
+        errors = [future.exception() for future in futures]
+        for error in errors:
+            if error is not None:
+                raise error
+        return [future.result() for future in futures]
+
+    def close(self) -> None:
+        """Let the threads end; the caller has seen to it that none is at work."""
+        self._pool.shutdown(wait=False)
+
+
+def _guarded(op: Op, group: Group, work: Work) -> Exception | None:
+    try:
+        work.check()
+        with work.lend(group) as buffers:
+            move(op, group, buffers)
+            work.landed(group, buffers)
+    except Exception as error:  # noqa: BLE001 - one group's failure is data for the caller
+        return error
+    return None
+
+
+def move(op: Op, group: Group, buffers: Sequence[memoryview]) -> None:
+    """Move every byte of a group, however short single calls are; `OSError` if it stops."""
+    call = os.pwritev if op is Op.STORE else os.preadv
+    queue, at, moved = list(buffers), 0, 0
+    while at < len(queue):
+        part = _portion(queue, at)
+        count = call(group.fd, part, group.offset + moved)
+        if count <= 0:
+            raise OSError(
+                errno.EIO,
+                f"{op.value} ended after {moved} of {group.nbytes} B at offset {group.offset}",
+            )
+        moved += count
+        while at < len(queue) and count >= len(queue[at]):
+            count -= len(queue[at])
+            at += 1
+        if count:
+            queue[at] = queue[at][count:]
+
+
+def _portion(queue: Sequence[memoryview], at: int) -> list[memoryview]:
+    """Return the buffers of the next call: at least one, at most IOV_MAX and `CALL_BYTES`."""
+    first = queue[at]
+    if len(first) > CALL_BYTES:
+        return [first[:CALL_BYTES]]
+    part, nbytes = [first], len(first)
+    for buffer in queue[at + 1 : at + IOV_MAX]:
+        nbytes += len(buffer)
+        if nbytes > CALL_BYTES:
+            break
+        part.append(buffer)
+    return part
+
+
+_: type[IoEngine] = ThreadsEngine
