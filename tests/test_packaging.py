@@ -169,7 +169,8 @@ def test_bare_checkout_opens_backends(tmp_path):
 import importlib.metadata, kvconnect
 importlib.metadata.entry_points = lambda **_: ()
 assert kvconnect.__file__.startswith({str(ROOT)!r})
-with kvconnect.open("memory://") as memory, kvconnect.open("nvme://{tmp_path}/store") as nvme:
+URL = "nvme://{tmp_path}/store?capacity=16MiB"
+with kvconnect.open("memory://") as memory, kvconnect.open(URL) as nvme:
     print(memory.name, nvme.name)
 """
     assert run(code, ROOT, ROOT / "backends", cwd=tmp_path) == "memory nvme"
