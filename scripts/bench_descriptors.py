@@ -78,7 +78,7 @@ def load_sglang() -> Any:
     if importlib.util.find_spec("sglang") is None:
         return None
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    from tests.engines import sglang_pools  # noqa: PLC0415 - imports nothing without SGLang
+    from tests.engines import sglang_pools  # imports nothing without SGLang
 
     modules = sglang_pools.load()
     for module in (modules.mha, modules.mla):

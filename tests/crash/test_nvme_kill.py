@@ -10,8 +10,6 @@ import time
 from kvconnect.testing.suite.base import content, get, key
 from kvconnect_nvme import open_backend
 
-OPTIONS = {"capacity": "4MiB", "io_threads": "2"}
-ROUNDS = 50
 SIZES = [480, 2304, 4096, 12289]
 
 WRITER = """
@@ -19,7 +17,7 @@ import sys
 from kvconnect.testing.suite.base import key, put
 from kvconnect_nvme import open_backend
 location, start, sizes = sys.argv[1], int(sys.argv[2]), [int(s) for s in sys.argv[3].split(",")]
-with open_backend(location, {"capacity": "4MiB", "io_threads": "2"}) as store:
+with open_backend(location, {"capacity": sys.argv[4], "io_threads": "2"}) as store:
     print("ready", flush=True)
     for batch in range(start, start + 100000, 4):
         numbers = [batch + i for i in range(4)]
@@ -48,36 +46,30 @@ def check(store, numbers, required):
     return seen
 
 
-def test_a_killed_writer_loses_nothing(tmp_path):
-    # 400 keys of at most 16 KiB rounded fill less than the low watermark of 4 MiB: nothing is
-    # evicted, so that every acknowledged object must be there. 4 sizes: 4, 4, 4 and 16 KiB.
-    location, rng, acknowledged = str(tmp_path / "store"), random.Random(1), {}
-    path = os.pathsep.join(p for p in sys.path if p)
-    options = OPTIONS | {"capacity": "4MiB"}
-    begin, kills, start = time.monotonic(), 0, 0
+def run_rounds(location, capacity, rounds, *, evicts):
+    """Start and kill writers; return the acknowledged versions by key number."""
+    rng, acknowledged, kills, start = random.Random(1), {}, 0, 0
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    options = {"capacity": str(capacity), "io_threads": "2"}
+    sizes = ",".join(map(str, SIZES))
     with open_backend(location, options) as reader:
-        for number in range(ROUNDS):
-            writer = subprocess.Popen(
-                [sys.executable, "-c", WRITER, location, str(start), ",".join(map(str, SIZES))],
-                stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path},
-            )  # fmt: skip
-            assert writer.stdout.readline() == b"ready\n"
-            end = time.monotonic() + rng.uniform(0.0, 0.12)
-            while time.monotonic() < end:
-                check(reader, rng.sample(range(400), 8), {})
-            writer.send_signal(signal.SIGKILL)
-            kills += writer.wait(10) == -signal.SIGKILL
-            lines = writer.stdout.read().decode().split("\n")[:-1]
-            writer.stdout.close()
-            batches = [line.split() for line in lines]
-            for batch in batches:
-                for item in batch:
-                    n, _, version = item.partition(":")
-                    acknowledged[int(n) % 400] = {version}
-            start += 4 * len(batches)
+        for number in range(rounds):
+            command = [sys.executable, "-c", WRITER, location, str(start), sizes, str(capacity)]
+            with subprocess.Popen(command, stdout=subprocess.PIPE, env=env) as writer:
+                assert writer.stdout.readline() == b"ready\n"
+                end = time.monotonic() + rng.uniform(0.0, 0.12)
+                while time.monotonic() < end:
+                    check(reader, rng.sample(range(400), 8), {})
+                writer.send_signal(signal.SIGKILL)
+                lines = writer.stdout.read().decode().split("\n")[:-1]
+                kills += writer.wait(10) == -signal.SIGKILL
+            for item in " ".join(lines).split():
+                n, _, version = item.partition(":")
+                acknowledged[int(n) % 400] = {version}
+            start += 4 * len(lines)
             # The batch under way may or may not have been published.
             unsure = {n % 400 for n in range(start, start + 8)}
-            required = {n: v for n, v in acknowledged.items() if n not in unsure}
+            required = {n: v for n, v in acknowledged.items() if n not in unsure and not evicts}
             check(reader, sorted(acknowledged), required)
             for n in unsure & set(acknowledged):
                 acknowledged[n] = {"", "b"}
@@ -86,13 +78,31 @@ def test_a_killed_writer_loses_nothing(tmp_path):
                 check(again, sorted(acknowledged), required)
                 stats = again.stats()
                 used, free, held = (stats[f"{k}_bytes"] for k in ("used", "free", "held"))
-                assert used + free + held == stats["total_bytes"] == 4 << 20
+                assert used + free + held == stats["total_bytes"] == capacity
+                # Only the reader is left, and it has stored nothing.
                 assert held == 0, f"round {number}: dead writers still hold {held} B"
-    assert kills == ROUNDS
+    assert kills == rounds
+    return acknowledged
+
+
+def test_a_killed_writer_loses_nothing(tmp_path):
+    # 400 keys, a quarter of them 16 KiB and the others 4 KiB on disk, are less than the low
+    # watermark of 4 MiB: nothing is evicted, so every acknowledged object must be there.
+    location, begin = str(tmp_path / "store"), time.monotonic()
+    acknowledged = run_rounds(location, 4 << 20, 50, evicts=False)
     assert len(acknowledged) > 100
-    with open_backend(location, options) as last:
+    with open_backend(location, {}) as last:
+        assert last.stats()["evicted"] == 0
         report = last.verify()
         assert report.bad == 0
-        assert last.clear("0") + sum(last.clear(c) for c in "123456789abcdef") == report.objects
+        assert sum(last.clear(c) for c in "0123456789abcdef") == report.objects
         assert last.stats()["free_bytes"] == 4 << 20
     assert time.monotonic() - begin < 120
+
+
+def test_a_writer_killed_while_it_evicts(tmp_path):
+    location = str(tmp_path / "store")
+    run_rounds(location, 512 << 10, 15, evicts=True)
+    with open_backend(location, {}) as last:
+        assert last.stats()["evicted"] > 0
+        assert last.verify().bad == 0
