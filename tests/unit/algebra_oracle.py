@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
@@ -128,3 +129,20 @@ def layouts(draw: st.DrawFn, max_axes: int = 5, max_elements: int = 120) -> Layo
     """Any small layout."""
     extents = draw(shapes(max_axes, max_elements))
     return draw(layouts_of(extents, draw(st.sampled_from([1, 2, 3, 4, 8]))))
+
+
+def execute(plan, source, target, src_step=0, dst_step=0):
+    """Carry out a plan byte for byte."""
+    from_, to = plan.offsets()
+    assert from_.dtype == to.dtype == np.uint64
+    assert from_.shape == to.shape == (plan.runs,)
+    for here, there in zip(from_.tolist(), to.tolist(), strict=True):
+        taken = slice(here + src_step, here + src_step + plan.run)
+        given_ = slice(there + dst_step, there + dst_step + plan.run)
+        assert 0 <= taken.start < taken.stop <= len(source)
+        assert 0 <= given_.start < given_.stop <= len(target)
+        target[given_] = source[taken]
+
+
+def buffers(rng, *layouts):
+    return [rng.integers(0, 256, layout.end + 16, np.uint8) for layout in layouts]

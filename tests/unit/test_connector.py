@@ -2,6 +2,7 @@
 
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -560,6 +561,14 @@ def test_leaving_the_with_block_closes(one, store):
     assert store._registrations.regions == ()
     with pytest.raises(ClosedError):
         connector.put(hashes(0), [0])
+
+
+def test_closing_gives_the_bounce_buffer_back(one, store):
+    connector = attach(one, store, want="staged")
+    connector.put(hashes(0), [0])
+    memory = weakref.ref(connector._staging._map)
+    connector.close()
+    assert memory() is None
 
 
 def test_the_backend_stays_the_callers(one, store):

@@ -167,6 +167,17 @@ def test_alignment_is_that_of_the_worst_run(shift, need):
         assert f"aligned to {math.gcd(*numbers)} B" in dict(plan.rejected)[Mode.PER_PAGE]
 
 
+def test_short_runs_at_aligned_places_are_not_aligned():
+    """2304 B of every 4096 B: addresses fit, lengths do not."""
+    one = held("pslhd", size=1, layers=3, heads=3, dims=(128, 0), pads=(0, 0, 0, 4096 - 2304))
+    (start,) = (buffer.region.address for buffer in one.buffers)
+    assert start % 4096 == 0
+    plan = describe(one.pool, whole(one.pool), Capabilities(alignment=4096))
+    assert plan.rows.page_stride.tolist() == [4096]
+    assert plan.mode is Mode.STAGED
+    assert describe(one.pool, whole(one.pool), Capabilities(alignment=256)).mode is Mode.PER_PAGE
+
+
 def test_pages_of_2304_bytes_are_not_taken_for_aligned_to_512():
     pool = held("cpslhd", size=1, layers=3, heads=3, dims=(128, 128)).pool
     assert pool.page_nbytes == 2 * 2304

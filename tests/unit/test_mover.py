@@ -160,6 +160,18 @@ def test_all_ok_is_all_ok(op, staged):
     assert rig.one.untouched_outside(range(6) if op is Op.LOAD else [], rig.before)
 
 
+def test_a_staged_store_writes_nothing_back_into_the_pool():
+    """What was gathered may be out of date by the time that it is stored."""
+    store = Scripted()
+    rig = Rig(store, staged=True)
+    submit = store.submit
+    later = rig.one.random(6, seed=3)
+    store.submit = lambda batch: (rig.one.write(range(6), later), submit(batch))[1]
+    assert rig.move(Op.STORE).ok.all()
+    now = rig.one.read(range(6))
+    assert all((now[name] == later[name]).all() for name in later)
+
+
 WRONG = {
     "too few results": Step(status=[OK] * 5),
     "too many results": Step(status=[OK] * 7),

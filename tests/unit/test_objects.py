@@ -42,13 +42,17 @@ NAMED = {
 """Axis orders of the pools that engines have, outermost first."""
 
 
-def stretched(extents, itemsize, pads=(), offset=0):
-    """Return a layout in this order, with `pads` bytes of padding after each axis, from inside."""
+def stretched(extents, itemsize, pads=(), offset=0, turn=0):
+    """Return a layout in this order, with `pads` bytes of padding after each axis, from inside.
+
+    `turn` rotates the order in which the layout lists its axes, which has no meaning.
+    """
     stride, axes = itemsize, []
     for at, (name, extent) in enumerate(reversed(extents)):
         axes.append(Axis(name, extent, stride))
         stride = stride * extent + (pads[at] if at < len(pads) else 0)
-    return Layout(tuple(reversed(axes)), itemsize, offset)
+    listed = axes[::-1]
+    return Layout(tuple(listed[turn:] + listed[:turn]), itemsize, offset)
 
 
 def places(layout, component):
@@ -153,6 +157,7 @@ def held(
     offset=0,
     block=0,
     dtype="bfloat16",
+    turn=0,
 ):
     """Build a pool: one plane with a component axis, or one for each component without "c"."""
     names = ["k", "v"][: 1 + (dims[1] > 0)]
@@ -168,7 +173,7 @@ def held(
             "h": block or heads,
             "d": dims[number],
         }
-        layout = stretched([(LETTERS[x], extent[x]) for x in order], itemsize, pads, offset)
+        layout = stretched([(LETTERS[x], extent[x]) for x in order], itemsize, pads, offset, turn)
         buffers.append(GuardedBuffer(layout.end))
         planes.append(Plane(buffers[-1].region, layout, components))
     return Held(Pool(tuple(planes), size, layers, heads, *dims, dtype), buffers)
@@ -216,6 +221,7 @@ def pools(draw, *, max_extent=3):
         itemsize=draw(st.sampled_from([1, 2, 4])),
         pads=draw(st.lists(st.integers(0, 3), max_size=7)),
         offset=draw(st.integers(0, 9)),
+        turn=draw(st.integers(0, 5)),
         block=draw(st.sampled_from([n for n in (1, 2, 4) if n <= heads]))
         if kind == "blocks"
         else 0,

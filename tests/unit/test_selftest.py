@@ -109,6 +109,27 @@ class Corrupting(Wrapper):
         return transfer
 
 
+class Silent(Wrapper):
+    """Says OK to loads whose bytes it never delivers: the destination is as it was."""
+
+    def submit(self, batch):
+        if batch.op is Op.STORE:
+            return super().submit(batch)
+        places = list(zip(batch.address.tolist(), batch.nbytes.tolist(), strict=True))
+        before = [ctypes.string_at(address, nbytes) for address, nbytes in places]
+        transfer = super().submit(batch)
+        wait = transfer.wait
+
+        def undone(timeout=None):
+            outcome = wait(timeout)
+            for (address, _), data in zip(places, before, strict=True):
+                ctypes.memmove(address, data, len(data))
+            return outcome
+
+        transfer.wait = undone
+        return transfer
+
+
 class Blind(Wrapper):
     """Stores, and then does not find it."""
 
@@ -133,6 +154,7 @@ def down(inner):
 
 BROKEN = {
     "corrupts": (Corrupting, r"self-test: 1 of 384 bytes came back wrong from corrupting\(memory"),
+    "silent": (Silent, r"self-test: 384 of 384 bytes came back wrong"),
     "blind": (Blind, r"blind\(memory\) does not find what it stored"),
     "full": (scripted(Op.STORE, [Status.NO_SPACE]), r"put failed on .*NO_SPACE 1"),
     "forgets": (scripted(Op.STORE, Lie.FORGOTTEN), "does not find what it stored"),
