@@ -2,7 +2,8 @@
 
 `put`, `get`, `exists`, `remove`, `clear`, `why`. A hit means that every byte of every object
 of the page was read, at exactly its size, under a key that fixes the bytes, in time. All else
-is a miss with a reason; nothing about one page is ever raised as an exception.
+is a miss with a reason, never an exception. What is raised are the caller's mistakes: indices
+that are no pages, a closed connector, a page that a late transfer still holds.
 """
 
 from __future__ import annotations

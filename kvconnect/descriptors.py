@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvconnect.backend import Batch, Capabilities, Op
-from kvconnect.errors import ConfigError, LayoutError
+from kvconnect.errors import CapabilityError, ConfigError, LayoutError
 from kvconnect.identity import Cell
 from kvconnect.objects import (
     ObjectShape,
@@ -124,11 +124,13 @@ def describe(
     `want` forces a mode; ``auto`` takes the first that works, in the module's order. The head
     grid comes from `tp_sizes` (all TP sizes that share pages) or `head_group`. Raises
     `ConfigError` on options that contradict each other and `LayoutError` when nothing (or not
-    what was wanted) fits, naming the axis that does not chain and both numbers.
+    what was wanted) fits, naming the axis that does not chain and both numbers; `CapabilityError`
+    for memory on a device that the backend cannot reach.
     """
     if object_layout not in OBJECT_LAYOUTS:
         raise ConfigError(f"object_layout={object_layout!r} is not one of {OBJECT_LAYOUTS}")
     forced = _mode(want)
+    _check_devices(pool, capabilities)
     group = head_group_of(
         total_heads=placement.heads.total, tp_sizes=tp_sizes, head_group=head_group
     )
@@ -154,6 +156,15 @@ def describe(
         layer_chunk=layer_chunk,
         object_layout=object_layout,
     )
+
+
+def _check_devices(pool: Pool, capabilities: Capabilities) -> None:
+    for region in pool.regions:
+        if region.device not in capabilities.devices:
+            raise CapabilityError(
+                f"pool {pool.label!r}: {region} is on device {region.device!r}, the backend takes "
+                f"{', '.join(capabilities.devices)}; offload through a host pool"
+            )
 
 
 def _mode(want: str | Mode) -> Mode | None:

@@ -8,11 +8,13 @@ what every descriptor is checked against before anything moves.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from kvconnect.backend import Batch, Closing, Registration
-from kvconnect.errors import RegistrationError
+from kvconnect.errors import RegistrationError, TransferTimeoutError
 from kvconnect.region import Region, RegionTable
+from kvconnect.transfers import BatchTransfer
 
 _Place = tuple[int, int, str]
 
@@ -21,17 +23,20 @@ class Registrations:
     """The registered regions of one backend.
 
     Invariants: regions are disjoint; one allocation registered n times is known until n
-    handles are closed; `drain` has returned before the last handle's close returns.
+    handles are closed; no transfer touches a handle's regions when its close has returned.
 
     `lock` guards the table. A backend that checks a batch and then marks it as under way does
     both while holding it, so that no region can leave in between.
     """
 
-    def __init__(self, owner: str, drain: Callable[[], None]) -> None:
-        """`drain` waits, with a deadline, until no transfer is under way, or raises."""
+    def __init__(
+        self, owner: str, under_way: Callable[[], Sequence[BatchTransfer]], deadline: float
+    ) -> None:
+        """`under_way` lists the owner's transfers; `drain` waits for them `deadline` seconds."""
         self.lock = threading.RLock()
         self._owner = owner
-        self._drain = drain
+        self._under_way = under_way
+        self._deadline = deadline
         self._counts: dict[_Place, int] = {}
         self._known: dict[_Place, Region] = {}
         self._table = RegionTable(())
@@ -70,9 +75,28 @@ class Registrations:
                     del self._counts[place], self._known[place]
             self._table = RegionTable(self._known.values())
 
-    def drain(self) -> None:
-        """Wait until no transfer is under way, or raise."""
-        self._drain()
+    def drain(self, regions: Sequence[Region] | None = None) -> None:
+        """Wait until no transfer touches `regions` (None: none at all is under way).
+
+        Raises `TransferTimeoutError` after the deadline; the memory is then still leased.
+        """
+        until = time.monotonic() + self._deadline
+        with self.lock:
+            under_way = list(self._under_way())
+        for transfer in under_way:
+            if regions is not None and not _touches(transfer.batch, regions):
+                continue
+            if not transfer.settled(max(until - time.monotonic(), 0)):
+                raise TransferTimeoutError(
+                    f"{self._owner}: a {transfer.batch.op.value} of {len(transfer.batch)} keys "
+                    f"was not done after {self._deadline} s; its memory is still leased"
+                )
+
+
+def _touches(batch: Batch, regions: Sequence[Region]) -> bool:
+    """Tell whether a run of the batch begins in one of the regions (it then lies in it)."""
+    start = [((batch.address >= r.address) & (batch.address < r.end)).any() for r in regions]
+    return any(start)
 
 
 def _place(region: Region) -> _Place:
@@ -96,7 +120,7 @@ class _Handle(Closing):
                 self._owner.drop(self.regions)
         # Outside the lock: a transfer may need it to finish. A second close waits again, so
         # that a close that timed out can be repeated.
-        self._owner.drain()
+        self._owner.drain(self.regions)
 
     def __repr__(self) -> str:
         state = "closed" if self._dropped else "open"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvconnect.backend import Backend, Batch, Capabilities, Closing, Op, Registration
-from kvconnect.errors import ClosedError, ConfigError, RegistrationError, TransferTimeoutError
+from kvconnect.errors import ClosedError, ConfigError, RegistrationError
 from kvconnect.region import Region
 from kvconnect.registrations import Registrations
 from kvconnect_nvme import catalog, maintenance, report
@@ -46,7 +45,7 @@ class NvmeBackend(Closing):
         self._closed = self._released = False
         self._under_way: list[Job] = []
         self._closing = threading.Lock()
-        self._registrations = Registrations(self.name, self._drain)
+        self._registrations = Registrations(self.name, lambda: self._under_way, options.timeout)
         self.core = open_core(home, options)
         # Half of them may be waiting for the disk's sync while the others move bytes.
         workers = max(2, options.io_threads)
@@ -137,7 +136,7 @@ class NvmeBackend(Closing):
             return  # a forked child has nothing to give back: it all is its parent's
         for job in under_way:
             job.cancel()
-        self._drain()
+        self._registrations.drain()
         with self._closing:
             if not self._released:
                 self._released = True
@@ -148,17 +147,6 @@ class NvmeBackend(Closing):
         check_process(self._pid, f"the store at {self._home.data}")
         if self._closed:
             raise ClosedError(f"nvme: {operation} after close; open {self._home.data} again")
-
-    def _drain(self) -> None:
-        until = time.monotonic() + self.options.timeout
-        with self._registrations.lock:
-            under_way = list(self._under_way)
-        for job in under_way:
-            if not job.settled(max(until - time.monotonic(), 0)):
-                raise TransferTimeoutError(
-                    f"nvme: a {job.batch.op.value} of {len(job.batch)} keys was not done after "
-                    f"{self.options.timeout} s; its memory is still leased"
-                )
 
     def __repr__(self) -> str:
         if self._closed:

@@ -11,7 +11,6 @@ import ctypes
 import math
 import queue
 import threading
-import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -61,7 +60,7 @@ class MemoryBackend(Closing):
         self.objects = objects if objects is not None else ObjectStore()
         self._deadline = deadline
         self._closed = False
-        self._registrations = Registrations(self.name, self._drain)
+        self._registrations = Registrations(self.name, lambda: self._under_way, self._deadline)
         self._under_way: list[BatchTransfer] = []
         self._work: queue.SimpleQueue[BatchTransfer | None] = queue.SimpleQueue()
         arguments = (self._work, self.objects)
@@ -156,17 +155,6 @@ class MemoryBackend(Closing):
     def _check_open(self, operation: str) -> None:
         if self._closed:
             raise ClosedError(f"memory: {operation} after close; open the store again")
-
-    def _drain(self) -> None:
-        until = time.monotonic() + self._deadline
-        with self._registrations.lock:
-            under_way = list(self._under_way)
-        for transfer in under_way:
-            if not transfer.settled(max(until - time.monotonic(), 0)):
-                raise TransferTimeoutError(
-                    f"memory: a {transfer.batch.op.value} of {len(transfer.batch)} keys was not "
-                    f"done after {self._deadline} s; its memory is still leased"
-                )
 
 
 def _work(work: queue.SimpleQueue[BatchTransfer | None], objects: ObjectStore) -> None:

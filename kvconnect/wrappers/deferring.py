@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from kvconnect.backend import Backend, Batch, Closing, Registration, Status, Transfer
-from kvconnect.errors import ClosedError, KVConnectError, TransferTimeoutError
+from kvconnect.errors import ClosedError, KVConnectError
 from kvconnect.region import Region
 from kvconnect.registrations import Registrations
 from kvconnect.transfers import BatchTransfer, select, verified
@@ -38,7 +38,7 @@ class Deferring(Wrapper):
         self.deadline = deadline
         self.obeys_cancel = True
         self.closing = False
-        self._registrations = Registrations(self.name, self._drain)
+        self._registrations = Registrations(self.name, lambda: self._under_way, self.deadline)
         self._under_way: list[BatchTransfer] = []
 
     def pieces(self, batch: Batch) -> Iterator[tuple[int, int]]:
@@ -80,19 +80,8 @@ class Deferring(Wrapper):
             under_way = list(self._under_way)
         for transfer in under_way:
             transfer.cancel()
-        self._drain()
+        self._registrations.drain()
         super().close()
-
-    def _drain(self) -> None:
-        until = time.monotonic() + self.deadline
-        with self._registrations.lock:
-            under_way = list(self._under_way)
-        for transfer in under_way:
-            if not transfer.settled(max(until - time.monotonic(), 0)):
-                raise TransferTimeoutError(
-                    f"{self.name}: a {transfer.batch.op.value} of {len(transfer.batch)} keys was "
-                    f"not done after {self.deadline} s; its memory is still leased"
-                )
 
     def _run(self, transfer: BatchTransfer) -> None:
         try:

@@ -10,8 +10,8 @@ from kvconnect.aio import AsyncConnector
 from kvconnect.errors import ClosedError, ConfigError, PageIndexError
 from kvconnect.memory import MemoryBackend
 from kvconnect.wrappers import Delayed
-from tests.unit.test_connector import attach, hashes, same, wait_for
-from tests.unit.test_objects import held
+from tests.unit.attached import attach, hashes, same, wait_for
+from tests.unit.held_pools import held
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from kvconnect.connector import Connector
 from kvconnect.memory import MemoryBackend, ObjectStore
 from kvconnect.placement import Placement, Span
 from kvconnect.wrappers import Wrapper
-from tests.unit.test_objects import held, identity_of
+from tests.unit.held_pools import held, identity_of
 
 SIZES = (1, 2, 4, 8)
 PAGES = 3

@@ -1,6 +1,7 @@
 """Descriptors: the rows of a batch, read from memory, are the objects that numpy expects."""
 
 import ctypes
+import dataclasses
 import math
 
 import numpy as np
@@ -10,9 +11,9 @@ from hypothesis import strategies as st
 
 from kvconnect.backend import Capabilities, Op
 from kvconnect.descriptors import Mode, describe
-from kvconnect.errors import ConfigError, LayoutError
+from kvconnect.errors import CapabilityError, ConfigError, LayoutError
 from kvconnect.placement import Placement, Span
-from tests.unit.test_objects import NAMED, held, local, pools, steady, whole
+from tests.unit.held_pools import NAMED, held, local, pools, steady, whole
 
 ANY = Capabilities()
 ONE_RUN = Capabilities(scatter_gather=False)
@@ -262,3 +263,15 @@ def test_explain_says_geometry_choice_and_every_rejection(order, capabilities):
         *(f"not {mode.value}: {why}" for mode, why in plan.rejected),
     ):
         assert words in text
+
+
+def test_memory_that_the_backend_cannot_reach_is_refused():
+    one = held("cplshd")
+    away = [dataclasses.replace(p.region, device="cuda:0") for p in one.pool.planes]
+    planes = tuple(
+        dataclasses.replace(p, region=r) for p, r in zip(one.pool.planes, away, strict=True)
+    )
+    pool = dataclasses.replace(one.pool, planes=planes)
+    with pytest.raises(CapabilityError, match="device 'cuda:0', the backend takes cpu"):
+        describe(pool, whole(pool), Capabilities())
+    assert describe(pool, whole(pool), Capabilities(devices=("cpu", "cuda:0"))).objects == 1

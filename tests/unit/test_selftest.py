@@ -11,8 +11,8 @@ from kvconnect.errors import BackendError, ConfigError, TransferTimeoutError, Un
 from kvconnect.memory import MemoryBackend, ObjectStore
 from kvconnect.selftest import read_page, write_page
 from kvconnect.wrappers import Delayed, Dirt, Faulty, Lie, Wrapper
-from tests.unit.test_connector import attach
-from tests.unit.test_objects import NAMED, held
+from tests.unit.attached import attach
+from tests.unit.held_pools import NAMED, held
 
 PAGES = 4
 

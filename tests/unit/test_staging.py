@@ -15,8 +15,8 @@ from kvconnect.errors import ConfigError, TransferTimeoutError
 from kvconnect.memory import MemoryBackend
 from kvconnect.staging import StagingBuffer
 from kvconnect.wrappers import Wrapper
-from tests.unit.test_connector import attach
-from tests.unit.test_objects import NAMED, held, local, pools, steady, whole
+from tests.unit.attached import attach
+from tests.unit.held_pools import NAMED, held, local, pools, steady, whole
 
 
 class OneRun(Wrapper):

@@ -9,8 +9,8 @@ from kvconnect.memory import MemoryBackend
 from kvconnect.placement import Placement
 from kvconnect.why import differences
 from kvconnect.wrappers import Faulty, Wrapper
-from tests.unit.test_connector import attach, hashes
-from tests.unit.test_objects import held, identity_of, whole
+from tests.unit.attached import attach, hashes
+from tests.unit.held_pools import held, identity_of, whole
 
 
 @pytest.fixture
