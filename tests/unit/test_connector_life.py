@@ -1,6 +1,7 @@
 """Attaching, closing, threads and batches of the connector."""
 
 import threading
+import time
 import weakref
 
 import pytest
@@ -16,6 +17,7 @@ from kvconnect.errors import (
 from kvconnect.placement import Placement, Span
 from kvconnect.wrappers import Delayed, Wrapper
 from tests.unit.attached import attach, hashes, same, wait_for
+from tests.unit.held_pools import held
 
 
 def test_two_connectors_on_one_pool_close_in_any_order_and_twice(one, store):
@@ -167,6 +169,19 @@ def test_close_refuses_while_memory_is_held_and_can_be_repeated(one, store, dela
     connector.close()
     assert closes == [1]
     assert store._registrations.regions == ()
+
+
+def test_an_idle_connector_closes_while_another_ones_memory_is_held(one, delayed):
+    """Detaching one pool must not wait for the transfers of another."""
+    busy, idle = attach(one, delayed), attach(held("cplshd", pages=8), delayed)
+    with delayed.held():
+        assert busy.get(hashes(0), [2], timeout=0.02).counts() == {"TIMEOUT": 1}
+        started = time.monotonic()
+        idle.close(timeout=5)
+        assert time.monotonic() - started < 2
+        with pytest.raises(TransferTimeoutError):
+            busy.close(timeout=0.02)
+    busy.close()
 
 
 def test_leaving_the_with_block_closes(one, store):
