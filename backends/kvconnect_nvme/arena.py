@@ -81,6 +81,11 @@ class Arena:
             return self._space.reserve(session, self._owner, rooms, keep=keep, extra=self.extra)
 
         got = self._env.write(change)
+        self._stock = []
+        if got.unhashed and self._env.durability == "data":
+            # A power cut may undo this commit, and an object without a checksum would be back
+            # over the bytes of its successor. If it fails, the space stays held, unwritten.
+            self._env.sync()
         self._stock = got.spare
         return got
 

@@ -108,7 +108,9 @@ class IndexEnv(Closing):
                     result = change(session)
                     session.save()
             except lmdb.MapFullError:
-                self._resize(2 * int(self._env.info()["map_size"]))
+                # A reader that was killed pins every page freed since: let go of it first.
+                if not self._env.reader_check():
+                    self._resize(2 * self._info("map_size"))
             else:
                 return result
 
@@ -157,7 +159,12 @@ class IndexEnv(Closing):
     def last_txn(self) -> int:
         """Return the number of the last commit of any process."""
         with mapped(f"read index {self.path}"):
-            return int(self._env.info()["last_txnid"])
+            return self._info("last_txnid")
+
+    def _info(self, name: str) -> int:
+        # It reads the map without the GIL: during a resize there is none, which is a SIGSEGV.
+        with self._shared():
+            return int(self._env.info()[name])
 
     def nbytes(self) -> int:
         """Bytes of the index that hold something."""
@@ -168,7 +175,8 @@ class IndexEnv(Closing):
 
     def file_bytes(self) -> int:
         """Bytes of the index file, with the pages that wait to be used again."""
-        return (int(self._env.info()["last_pgno"]) + 1) * int(self._env.stat()["psize"])
+        with self._shared():
+            return (int(self._env.info()["last_pgno"]) + 1) * int(self._env.stat()["psize"])
 
     def sync(self) -> None:
         """Write everything to disk."""

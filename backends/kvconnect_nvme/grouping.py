@@ -9,7 +9,7 @@ from kvconnect_nvme.memory import BatchMemory
 from kvconnect_nvme.options import up
 from kvconnect_nvme.slabs import Slabs
 
-LARGEST, SMALLEST = 8 << 20, 1 << 20
+LARGEST, SMALLEST = 4 << 20, 1 << 20
 """Bytes per group: enough to be efficient, few enough to keep all threads busy."""
 
 

@@ -178,7 +178,7 @@ def _drop_after_power_cut(home: Home) -> None:
 def close_core(core: Core, home: Home) -> None:
     """Give back what is held and close everything; transfers have ended."""
     with ExitStack() as rest:
-        for part in (core.env, core.slabs, core.visited, core.engine):
+        for part in (core.owner_file, core.env, core.slabs, core.visited, core.engine):
             rest.callback(part.close)
         with exclusive(home.lock, core.options.timeout):
             try:

@@ -35,7 +35,7 @@ class NvmeOptions:
     capacity: Bytes | None = None
     slab: Bytes | None = None
     io: Literal["threads"] = "threads"
-    io_threads: int = 4
+    io_threads: int = 8
     durability: Durability = "data"
     checksum: bool = True
     direct: Literal["auto", "on", "off"] = "auto"

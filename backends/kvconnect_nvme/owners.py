@@ -83,8 +83,11 @@ def others_alive(folder: Path) -> bool:
 def _is_dead(path: Path) -> bool:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
+    except FileNotFoundError:
         return True
+    except OSError:
+        # No descriptor left, say. Freeing what a living writer holds would let two write there.
+        return False
     try:
         return _lock(fd)
     finally:

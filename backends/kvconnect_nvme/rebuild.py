@@ -24,9 +24,11 @@ def rebuild(index: Index) -> None:
     held = sorted(extent for _, extent in index.held())
     counters.held = sum(nbytes for _, nbytes in held)
     slabs = dict(session.slabs())
-    edges = [(number * index.slab_bytes, 0) for number in slabs]
-    for number, nbytes in slabs.items():
-        edges.append((number * index.slab_bytes + nbytes, index.slab_bytes - nbytes))
+    edges: list[Extent] = []
+    # Also those that `compact` has cut off whole: their addresses are nobody's to hand out.
+    for number in range(max(slabs, default=-1) + 1):
+        start, nbytes = number * index.slab_bytes, slabs.get(number, 0)
+        edges += [(start, 0), (start + nbytes, index.slab_bytes - nbytes)]
     at = 0
     for address, nbytes in heapq.merge(_objects(index), held, sorted(edges)):
         if address > at:

@@ -55,8 +55,12 @@ class Slabs(Closing):
 
     def locate(self, address: int) -> tuple[int, int]:
         """Return (fd, file offset) of a store address."""
+        if self.device:
+            # One file whatever the slab: a capacity raised later adds slabs behind the first,
+            # and an offset within the slab would lay them over it.
+            return self._fd(0), address + self._base
         number, offset = divmod(address, self.slab_bytes)
-        return self._fd(number), offset + self._base
+        return self._fd(number), offset
 
     def _fd(self, number: int) -> int:
         fd = self._fds.get(number)
@@ -128,7 +132,7 @@ class Slabs(Closing):
         if self.device:
             return
         room = os.statvfs(self.path)
-        if room.f_bavail * room.f_frsize < want - have + reserve:
+        if room.f_bavail * room.f_frsize < want - self._allocated(number, have) + reserve:
             text = f"{want - have} B for {self.file(number)} and {reserve} B for the index"
             raise OSError(errno.ENOSPC, f"no space: {text}")
         # A file that is there stays there: other processes may have it open, and a new one
@@ -147,6 +151,13 @@ class Slabs(Closing):
         finally:
             os.close(fd)
         self._sync_directory()
+
+    def _allocated(self, number: int, have: int) -> int:
+        """Return what the file has on disk: more than `have` if a kill cut `grow` short."""
+        try:
+            return max(have, os.stat(self.file(number)).st_blocks * 512)
+        except FileNotFoundError:
+            return have
 
     def shrink(self, number: int, nbytes: int) -> None:
         """Cut a slab to `nbytes`. An empty file stays, for the processes that have it open."""

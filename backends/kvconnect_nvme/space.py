@@ -26,10 +26,11 @@ log = logging.getLogger("kvconnect.nvme")
 class Reservation:
     """What a batch got: an address per object or None, and what is left over.
 
-    `causes` says why, by object.
+    `causes` says why, by object. `unhashed`: an object without a checksum went for it.
     """
 
     places: list[int | None]
+    unhashed: bool = False
     spare: list[Extent] = field(default_factory=list)
     causes: dict[int, str] = field(default_factory=dict)
 
@@ -116,6 +117,7 @@ class _Reserving:
         at = 0
         while at < len(self.rooms):
             at = self._next(at, extra)
+        self.out.unhashed = self.victims.unhashed
         return self.out
 
     def _used(self) -> int:

@@ -84,7 +84,7 @@ class Raw(Contestant):
         self.path = f"{folder}/raw.dat"
         self.fd = os.open(self.path, os.O_CREAT | os.O_RDWR | os.O_DIRECT, 0o600)
         os.posix_fallocate(self.fd, 0, buffer.half)
-        self.threads = ThreadPoolExecutor(4)
+        self.threads = ThreadPoolExecutor(8)
 
     def _each(self, call, items: range, *, source: bool) -> None:
         def one(i: int) -> None:
@@ -113,7 +113,7 @@ class KVConnect(Contestant):
     """The whole connector on the nvme backend: keys, checksum, sync and index included."""
 
     syncs = True
-    options = "io_threads=4"
+    options = "io_threads=8"
 
     def __init__(self, folder: str, buffer: Buffer) -> None:
         super().__init__(folder, buffer)
@@ -166,7 +166,7 @@ class KVConnect(Contestant):
 class KVConnectIndex(KVConnect):
     """The same with durability=index: key and payload on disk before put returns."""
 
-    options = "io_threads=4&durability=index"
+    options = "io_threads=8&durability=index"
 
 
 OWN = {
