@@ -7,6 +7,7 @@ with a seqlock, and call it a miss if it is not.
 
 from __future__ import annotations
 
+import errno
 import logging
 from dataclasses import dataclass, field
 
@@ -46,7 +47,7 @@ class _Get:
         work = self._loading()
         failed = self._read(work)
         gone = self._vanished()
-        self._heal([i for i in work.bad if i not in gone])
+        self._heal([i for i in work.bad | _unreadable(failed) if i not in gone])
         now, good = codec.now_ms(), list[int]()
         for i, entry in self.found.items():
             status, cause = self._judge(i, entry, work, failed, gone, now)
@@ -99,11 +100,11 @@ class _Get:
         places = {i: entry.address for i, entry in self.found.items()}
         failed = self._run(places, work)
         again = {i: places[i] for i, error in failed.items() if isinstance(error, OSError)}
-        if len(again) > 1:
-            # One bad sector fails its whole group; alone, the others come through.
-            for i, place in again.items():
-                del failed[i]
-                failed |= self._run({i: place}, work)
+        # One bad sector fails its whole group; alone, the others come through. What is alone
+        # already gets its second chance too, as it is dropped if it fails twice.
+        for i, place in again.items():
+            del failed[i]
+            failed |= self._run({i: place}, work)
         return failed
 
     def _run(self, places: dict[int, int], work: Loading) -> dict[int, Exception]:
@@ -169,6 +170,13 @@ class _Get:
         if entry.expired(now):
             return Status.LEASE_EXPIRED, "expired while it was being read"
         return Status.OK, ""
+
+
+def _unreadable(failed: dict[int, Exception]) -> set[int]:
+    # Kept, they would be taken by a store of the same bytes for stored already. Other errors
+    # (no descriptors, no memory) say nothing about the object.
+    errors = {i: error for i, error in failed.items() if isinstance(error, OSError)}
+    return {i for i, error in errors.items() if error.errno == errno.EIO}
 
 
 def _by_object(groups: list[Group], errors: list[Exception | None]) -> dict[int, Exception]:

@@ -155,7 +155,7 @@ class Slabs(Closing):
     def _allocated(self, number: int, have: int) -> int:
         """Return what the file has on disk: more than `have` if a kill cut `grow` short."""
         try:
-            return max(have, os.stat(self.file(number)).st_blocks * 512)
+            return max(have, self.file(number).stat().st_blocks * 512)
         except FileNotFoundError:
             return have
 

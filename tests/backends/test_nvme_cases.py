@@ -288,6 +288,11 @@ def test_a_read_error_costs_only_its_object(store, monkeypatch):
     monkeypatch.setattr(os, "preadv", failing)
     outcome, _ = get(store, names, [4096] * 5)
     expect(outcome, Status.OK, Status.OK, Status.BACKEND_ERROR, Status.OK, Status.OK)
+    # A store of the same bytes is to write them again, not to find them stored already.
+    monkeypatch.setattr(os, "preadv", real)
+    assert store.exists(names, [4096] * 5).tolist() == [True, True, False, True, True]
+    assert put(store, names, [4096] * 5).prefix == 5
+    stored(store, names, [4096] * 5)
 
 
 def test_evicted_while_being_read(location, monkeypatch):

@@ -66,6 +66,15 @@ def test_a_block_device(disk, tmp_path):
         put(store, keys(1), [100])
 
 
+def test_a_block_device_with_more_capacity_later(disk, tmp_path):
+    options = {"index": str(tmp_path / "index")}
+    with open_backend(disk, options | {"capacity": "8MiB"}) as store:
+        assert put(store, keys(7), [MIB] * 7).prefix == 7
+    with open_backend(disk, options | {"capacity": "24MiB"}) as store:
+        assert put(store, keys(20), [MIB] * 20).prefix == 20
+        stored(store, keys(20), [MIB] * 20)
+
+
 def test_a_foreign_disk_is_not_overwritten(disk, tmp_path):
     with Path(disk).open("r+b") as file:
         file.seek(1080)

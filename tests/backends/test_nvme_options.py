@@ -1,10 +1,14 @@
 """Keys of any shape, and options: what is wrong says what would be right."""
 
+import threading
+import time
+
 import pytest
 
-from kvconnect.errors import ConfigError
+from kvconnect.errors import ConfigError, TransferTimeoutError
 from kvconnect.testing.suite.base import put, stored
-from kvconnect_nvme import open_backend
+from kvconnect_nvme import maintenance, open_backend
+from kvconnect_nvme.slabs import DEVICE_BASE, Slabs
 
 
 @pytest.fixture
@@ -57,3 +61,33 @@ def test_impossible_keys_are_refused(store, name):
 def test_wrong_options_say_what_is_right(location, options, words):
     with pytest.raises(ConfigError, match=words):
         open_backend(location, options)
+
+
+def test_a_device_is_one_range_whatever_the_slab(tmp_path):
+    disk = tmp_path / "disk"
+    disk.write_bytes(bytes(8192))
+    with Slabs(disk, 4096, "off", device=True) as slabs:
+        places = [slabs.locate(address) for address in (0, 4096, 8192)]
+        assert [offset - DEVICE_BASE for _, offset in places] == [0, 4096, 8192]
+        assert len({fd for fd, _ in places}) == 1
+
+
+def test_close_does_not_take_the_files_from_verify(location, monkeypatch):
+    entered, leave = threading.Event(), threading.Event()
+
+    def slow(_core, _home):
+        entered.set()
+        leave.wait(10)
+
+    monkeypatch.setattr(maintenance, "verify", slow)
+    store = open_backend(location, {"capacity": "8MiB", "timeout": "0.1"})
+    thread = threading.Thread(target=store.verify)
+    thread.start()
+    assert entered.wait(10)
+    begin = time.monotonic()
+    with pytest.raises(TransferTimeoutError, match="verify or compact"):
+        store.close()
+    assert time.monotonic() - begin < 5
+    leave.set()
+    thread.join(10)
+    store.close()

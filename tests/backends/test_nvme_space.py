@@ -12,10 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvconnect.backend import Op, Status
 from kvconnect.testing.peer import Peer
 from kvconnect.testing.suite.base import content, expect, filled, get, key, keys, move, put, stored
-from kvconnect_nvme import open_backend
+from kvconnect_nvme import maintenance, open_backend
 from kvconnect_nvme.env import IndexEnv
 from kvconnect_nvme.eviction import POLICIES, chat_trace, hit_rate
 from kvconnect_nvme.extents import Extents
+from kvconnect_nvme.rebuild import rebuild
 from kvconnect_nvme.simulate import fill, simulated_key
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -343,3 +344,18 @@ def test_policies_by_replay():
     assert rates["sieve"] > rates["fifo"]
     assert max(rates.values()) - rates["sieve"] < 0.05
     assert all(hit_rate(make(2), "aabbab") == pytest.approx(4 / 6) for make in POLICIES.values())
+
+
+def test_a_slab_that_was_cut_off_is_not_free_space(location):
+    with open_backend(location, {"capacity": "3MiB", "slab": "1MiB"}) as store:
+        put(store, keys(3), [MIB] * 3)
+        store.remove(keys(2)[1:])
+        core = store.core
+        core.arena.drain()
+        core.env.write(lambda session: maintenance._trim(core, session))
+        core.env.write(lambda session: rebuild(core.index(session)))
+        stats = store.stats()
+        assert stats["total_bytes"] == stats["used_bytes"] == 2 * MIB
+        assert stats["free_bytes"] == 0
+        put(store, keys(2), [MIB] * 2)
+        stored(store, keys(3), [MIB] * 3)
