@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from kvconnect import hostmem
+from kvconnect.backend import Closing
 from kvconnect.layouts import Geometry
 from kvconnect.page_index import U64
 from kvconnect.pool import Plane, Pool
@@ -67,7 +67,7 @@ class PoolPlan:
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class HostPool(Pool):
+class HostPool(Pool, Closing):
     """A pool that owns its memory: a context manager that closes twice safely.
 
     After `close` no descriptor can be made (`ClosedError`); views already taken stay valid.
@@ -173,17 +173,6 @@ class HostPool(Pool):
     def close(self) -> None:
         """Unpin and let go of the memory; the second call does nothing."""
         self.memory.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _build(geometry: Geometry, memory: hostmem.HostMemory, label: str) -> HostPool:

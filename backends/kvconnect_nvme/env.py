@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import lmdb
 
@@ -161,7 +161,7 @@ class IndexEnv(Closing):
         with mapped(f"read index {self.path}"):
             return self._info("last_txnid")
 
-    def _info(self, name: str) -> int:
+    def _info(self, name: Literal["last_txnid", "map_size"]) -> int:
         # It reads the map without the GIL: during a resize there is none, which is a SIGSEGV.
         with self._shared():
             return int(self._env.info()[name])

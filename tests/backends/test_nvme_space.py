@@ -347,7 +347,7 @@ def test_policies_by_replay():
 
 
 def test_a_slab_that_was_cut_off_is_not_free_space(location):
-    with open_backend(location, {"capacity": "3MiB", "slab": "1MiB"}) as store:
+    with open_backend(location, {"capacity": "3MiB", "slab": "1MiB", "high": "1"}) as store:
         put(store, keys(3), [MIB] * 3)
         store.remove(keys(2)[1:])
         core = store.core

@@ -26,3 +26,12 @@ def wait_for(condition, seconds=10):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
+
+
+def filled(one, connector, count=7):
+    """Store pages 0 .. count - 1 and return their content; then overwrite them."""
+    content = one.random(count)
+    one.write(range(count), content)
+    assert connector.put(hashes(*range(count)), range(count)).ok.all()
+    one.write(range(count), one.random(count, seed=99))
+    return content

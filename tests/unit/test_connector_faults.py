@@ -11,7 +11,7 @@ from kvconnect.backend import Capabilities, Op, Outcome, Status
 from kvconnect.errors import ClosedError, UnavailableError
 from kvconnect.memory import MemoryBackend, ObjectStore
 from kvconnect.wrappers import Delayed, Dirt, Faulty, Lie, Limited, Metered, Wrapper
-from tests.unit.attached import attach, hashes, same
+from tests.unit.attached import attach, filled, hashes, same
 from tests.unit.held_pools import held
 
 OK, ERROR = Status.OK, Status.BACKEND_ERROR
@@ -22,20 +22,6 @@ NO_SCATTER = Capabilities(scatter_gather=False)
 def faulty():
     with Faulty(MemoryBackend()) as faulty:
         yield faulty
-
-
-@pytest.fixture
-def one():
-    return held("cplshd", pages=8)
-
-
-def filled(one, connector, count=7):
-    """Store pages 0 .. count - 1 and return their content; then overwrite them."""
-    content = one.random(count)
-    one.write(range(count), content)
-    assert connector.put(hashes(*range(count)), range(count)).ok.all()
-    one.write(range(count), one.random(count, seed=99))
-    return content
 
 
 def test_seven_keys_one_of_which_fails(one, faulty):

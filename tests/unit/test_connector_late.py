@@ -7,22 +7,7 @@ import pytest
 from kvconnect.errors import TransferTimeoutError
 from kvconnect.memory import MemoryBackend
 from kvconnect.wrappers import Delayed
-from tests.unit.attached import attach, hashes, same, wait_for
-from tests.unit.held_pools import held
-
-
-@pytest.fixture
-def one():
-    return held("cplshd", pages=8)
-
-
-def filled(one, connector, count=7):
-    """Store pages 0 .. count - 1 and return their content; then overwrite them."""
-    content = one.random(count)
-    one.write(range(count), content)
-    assert connector.put(hashes(*range(count)), range(count)).ok.all()
-    one.write(range(count), one.random(count, seed=99))
-    return content
+from tests.unit.attached import attach, filled, hashes, same, wait_for
 
 
 @pytest.fixture

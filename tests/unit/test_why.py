@@ -5,18 +5,11 @@ import pytest
 from kvconnect.backend import SupportsListing, SupportsRecords
 from kvconnect.errors import UnavailableError
 from kvconnect.identity import Identity
-from kvconnect.memory import MemoryBackend
 from kvconnect.placement import Placement
 from kvconnect.why import differences
 from kvconnect.wrappers import Faulty, Wrapper
 from tests.unit.attached import attach, hashes
 from tests.unit.held_pools import held, identity_of, whole
-
-
-@pytest.fixture
-def store():
-    with MemoryBackend() as store:
-        yield store
 
 
 @pytest.fixture
