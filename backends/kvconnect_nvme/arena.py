@@ -82,9 +82,10 @@ class Arena:
 
         got = self._env.write(change)
         self._stock = []
-        if got.unhashed and self._env.durability == "data":
-            # A power cut may undo this commit, and an object without a checksum would be back
-            # over the bytes of its successor. If it fails, the space stays held, unwritten.
+        if got.evicted and self._env.durability == "data":
+            # A power cut may undo this commit, and the evicted would be back over the bytes of
+            # their successors: wrong data where checksums are not looked at. If this fails, the
+            # space stays held and is not written to.
             self._env.sync()
         self._stock = got.spare
         return got

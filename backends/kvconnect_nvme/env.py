@@ -162,7 +162,7 @@ class IndexEnv(Closing):
             return self._info("last_txnid")
 
     def _info(self, name: Literal["last_txnid", "map_size"]) -> int:
-        # It reads the map without the GIL: during a resize there is none, which is a SIGSEGV.
+        # It reads the map without the GIL: during a resize there is none, which is EINVAL at best.
         with self._shared():
             return int(self._env.info()[name])
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 
 import xxhash
 
-from kvconnect.errors import BackendError
+from kvconnect.errors import BackendError, KVConnectError, TransferTimeoutError
 from kvconnect_nvme import entry as codec
 from kvconnect_nvme import keys
 from kvconnect_nvme.core import Core
@@ -62,11 +63,16 @@ def verify(core: Core, home: Home) -> VerifyReport:
         bad += _drop(core, dict(chunk), wrong)
         objects += len(chunk)
         nbytes += sum(codec.trusted(r).nbytes for k, r in chunk if k not in wrong)
-    before = core.env.write(lambda session: session.counters.free)
     if bad or not _adds_up(core):
-        core.env.write(lambda session: rebuild(core.index(session)))
-    after_free = core.env.write(lambda session: session.counters.free)
-    return VerifyReport(objects, nbytes, bad, recovered + max(after_free - before, 0))
+        recovered += core.env.write(lambda session: _recount(core, session))
+    return VerifyReport(objects, nbytes, bad, recovered)
+
+
+def _recount(core: Core, session: Session) -> int:
+    # Compared inside the transaction: what others free meanwhile had not been lost.
+    before = session.counters.free
+    rebuild(core.index(session))
+    return max(session.counters.free - before, 0)
 
 
 def _chunk(core: Core, after: bytes) -> list[tuple[bytes, bytes]]:
@@ -95,6 +101,8 @@ def _digest(core: Core, key: bytes, entry: Entry) -> int | None:
     try:
         for at, piece in _pieces(core, entry):
             state.update(piece[: entry.nbytes - at])
+    except TransferTimeoutError:
+        raise  # no buffer came free, which says nothing about the object
     except (BackendError, OSError):
         return None
     return int(state.intdigest())
@@ -160,7 +168,12 @@ def _round(core: Core) -> list[Entry]:
     if not plan:
         return []
     done = [move for move in plan if _copy(core, *move)]
-    core.slabs.sync(new // core.slabs.slab_bytes for _, _, new in done)
+    try:
+        core.slabs.sync(new // core.slabs.slab_bytes for _, _, new in done)
+    except BackendError:
+        with suppress(KVConnectError):  # the first error is the one to tell
+            core.env.write(lambda session: _switch(core, session, plan, []))
+        raise
     return core.env.write(lambda session: _switch(core, session, plan, done))
 
 

@@ -26,11 +26,11 @@ log = logging.getLogger("kvconnect.nvme")
 class Reservation:
     """What a batch got: an address per object or None, and what is left over.
 
-    `causes` says why, by object. `unhashed`: an object without a checksum went for it.
+    `causes` says why, by object. `evicted`: whether objects went for it.
     """
 
     places: list[int | None]
-    unhashed: bool = False
+    evicted: bool = False
     spare: list[Extent] = field(default_factory=list)
     causes: dict[int, str] = field(default_factory=dict)
 
@@ -111,14 +111,18 @@ class _Reserving:
 
     def run(self, extra: int) -> Reservation:
         total = sum(room for room in self.rooms if room <= self.space.slab_bytes)
+        gone = self._gone()
         self._keep_watermark(min(total, self.space.capacity))
         if extra and self._used() + total + extra > self.space.high:
             extra = 0
         at = 0
         while at < len(self.rooms):
             at = self._next(at, extra)
-        self.out.unhashed = self.victims.unhashed
+        self.out.evicted = self._gone() > gone
         return self.out
+
+    def _gone(self) -> int:
+        return self.counters.evicted + self.counters.expired
 
     def _used(self) -> int:
         return self.counters.used + self.counters.held

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from kvconnect_nvme.entry import HASHED, Entry
+from kvconnect_nvme.entry import Entry
 from kvconnect_nvme.extents import Extent
 from kvconnect_nvme.index import Index
 from kvconnect_nvme.options import BLOCK, Eviction
@@ -27,10 +27,7 @@ WINDOWS_AT_MOST = 32
 
 
 class Victims:
-    """Chooses and evicts; `keep` are seqs that must stay (what this batch reports as there).
-
-    `unhashed`: whether an object without a checksum was evicted.
-    """
+    """Chooses and evicts; `keep` are seqs that must stay (what this batch reports as there)."""
 
     def __init__(
         self,
@@ -44,7 +41,6 @@ class Victims:
         self.index, self._visited, self._policy = index, visited, policy
         self._now, self._keep = now, keep
         self._spared = 0
-        self.unhashed = False
 
     def make_room(self, goal: int, at_least: int) -> None:
         """Evict until used and held are at most `goal` bytes, or nothing is left to evict.
@@ -106,7 +102,6 @@ class Victims:
     def _evict(self, key: bytes, entry: Entry) -> None:
         counters = self.index.session.counters
         if self.index.delete(key):
-            self.unhashed |= not entry.flags & HASHED
             counters.expired += entry.expired(self._now)
             counters.evicted += not entry.expired(self._now)
 

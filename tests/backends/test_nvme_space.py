@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvconnect.backend import Op, Status
+from kvconnect.errors import BackendError
 from kvconnect.testing.peer import Peer
 from kvconnect.testing.suite.base import content, expect, filled, get, key, keys, move, put, stored
 from kvconnect_nvme import maintenance, open_backend
@@ -252,6 +253,22 @@ def test_compact_returns_space(location):
         assert put(store, names, [16 * KIB] * 440).prefix == 440
         stored(store, names, [16 * KIB] * 440)
         assert store.verify().bad == 0
+
+
+def test_compact_that_fails_gives_back_what_it_held(location, monkeypatch):
+    with open_backend(location, {"capacity": "1MiB"}) as store:
+        put(store, keys(8), [16 * KIB] * 8)
+        store.remove(keys(4))
+
+        def failing(_numbers):
+            raise BackendError("the disk is gone")
+
+        monkeypatch.setattr(type(store.core.slabs), "sync", lambda _self, n: failing(n))
+        with pytest.raises(BackendError, match="gone"):
+            store.compact()
+        monkeypatch.undo()
+        assert store.stats()["held_bytes"] == 0
+        stored(store, keys(8)[4:], [16 * KIB] * 4)
 
 
 def test_verify_finds_and_drops(location):
