@@ -40,7 +40,8 @@ def claim(path: Path, wanted: bytes | None, *, force: bool) -> bytes:
     """Check whose device this is, or make it ours; return its 16-byte id.
 
     `wanted`: the id that the index belongs to, None for a new index. `force` takes over a
-    device with foreign content. Raises `ConfigError` rather than overwrite what may be needed.
+    device with other content, a store of ours under another index included.
+    Raises `ConfigError` rather than overwrite what may be needed.
     """
     with mapped(f"claim {path}"):
         try:
@@ -65,11 +66,10 @@ def _claim(fd: int, path: Path, wanted: bytes | None, *, force: bool) -> bytes:
                 f"device, or remove the index directory to start empty"
             )
         return wanted
-    if found is None and any(head) and not force:
-        raise ConfigError(
-            f"nvme: {path} holds something else in its first MiB; format=true takes it over "
-            f"and destroys that"
-        )
+    if any(head) and not force:
+        # Ours too: another process may be using the store, through an index we do not see.
+        what = "something else" if found is None else "a kvconnect store whose index is elsewhere"
+        raise ConfigError(f"nvme: {path} holds {what}; format=true takes it over and destroys that")
     fresh = os.urandom(16)
     body = _SUPER.pack(_MAGIC, fresh, os.lseek(fd, 0, os.SEEK_END))
     block = body + xxhash.xxh3_64_digest(body)

@@ -59,9 +59,12 @@ def test_a_block_device(disk, tmp_path):
         store.compact()
     with pytest.raises(ConfigError, match="index="):
         open_backend(disk, {})
-    # An index that was lost: the device is known as ours, the store starts empty.
+    # An index that was lost: what is on the device cannot be found, and is given up when asked.
     shutil.rmtree(tmp_path / "index")
-    with open_backend(disk, options) as store:
+    with pytest.raises(ConfigError, match="a kvconnect store whose index is elsewhere"):
+        open_backend(disk, options)
+    shutil.rmtree(tmp_path / "index", ignore_errors=True)
+    with open_backend(disk, options | {"format": "true"}) as store:
         assert store.list_keys() == []
         put(store, keys(1), [100])
 
@@ -89,7 +92,12 @@ def test_a_foreign_disk_is_not_overwritten(disk, tmp_path):
         put(store, keys(1), [100])
     with open_backend(disk, options) as store:
         stored(store, keys(1), [100])
-    with open_backend(disk, {"index": str(tmp_path / "other")}):
+    other = {"index": str(tmp_path / "other")}
+    with pytest.raises(ConfigError, match="format=true"):
+        open_backend(disk, other)
+    with open_backend(disk, options) as store:
+        stored(store, keys(1), [100])
+    with open_backend(disk, other | {"format": "true"}):
         pass
     with pytest.raises(ConfigError, match="another device"):
         open_backend(disk, options)
