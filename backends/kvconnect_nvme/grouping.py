@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from kvconnect_nvme.engine import Group
 from kvconnect_nvme.memory import BatchMemory
-from kvconnect_nvme.options import up
+from kvconnect_nvme.options import NvmeOptions, up
 from kvconnect_nvme.slabs import Slabs
 
 LARGEST, SMALLEST = 4 << 20, 1 << 20
@@ -14,11 +14,12 @@ LARGEST, SMALLEST = 4 << 20, 1 << 20
 
 
 def group(
-    places: Mapping[int, int], memory: BatchMemory, slabs: Slabs, threads: int
+    places: Mapping[int, int], memory: BatchMemory, slabs: Slabs, options: NvmeOptions
 ) -> list[Group]:
     """Group the objects at `places` (index in the batch to store address) by file neighbourhood."""
     total = sum(up(int(memory.sizes[i])) for i in places)
-    limit = min(max(total // threads, SMALLEST), LARGEST)
+    # No more than the bounce buffers hold: neighbours must not fail where each alone would fit.
+    limit = min(max(total // options.io_threads, SMALLEST), LARGEST, options.bounce)
     groups: list[Group] = []
     run: list[int] = []
     end = start = 0

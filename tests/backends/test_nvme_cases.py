@@ -45,6 +45,14 @@ def test_odd_pages_through_direct_io(location):
         assert store.stats()["bounce_bytes"] > 0
 
 
+def test_neighbours_pass_through_a_bounce_buffer_that_holds_only_a_few(location):
+    with open_backend(location, OPTIONS | {"direct": "on", "bounce": "8KiB"}) as store:
+        names = keys(16)
+        assert put(store, names, [2304] * 16).prefix == 16
+        stored(store, names, [2304] * 16)
+        assert store.stats()["bounce_bytes"] <= 8192
+
+
 def test_bounce_slots_are_aligned_and_distinct():
     # Case 2.
     pool = BouncePool(1 << 20, 1.0)
