@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from pathlib import Path
 
 from kvconnect_nvme.core import Core
 from kvconnect_nvme.tables import Counters
+
+log = logging.getLogger("kvconnect.nvme")
 
 
 def counters(core: Core) -> Counters:
@@ -49,3 +53,19 @@ def describe(core: Core, path: Path) -> str:
         f"NvmeBackend({path}, {now.objects} objects, {now.used} of {core.space.capacity} B, "
         f"{direct}, durability={core.options.durability})"
     )
+
+
+def announce(core: Core, path: Path, *, device: bool) -> None:
+    """Log what was opened and what it may come to take, before anything is allocated."""
+    log.info("nvme: %s, up to %d B of bounce buffers", describe(core, path), core.bounce.limit)
+    room = os.statvfs(path)
+    free, more = room.f_bavail * room.f_frsize, core.space.capacity - counters(core).total
+    if not device and more > free:
+        log.warning(
+            "nvme: capacity=%d B needs %d B more at %s, where %d B are free; puts will evict "
+            "within what there is",
+            core.space.capacity,
+            more,
+            path,
+            free,
+        )

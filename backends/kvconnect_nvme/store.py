@@ -60,6 +60,7 @@ class NvmeBackend(Closing):
         self._maintained = threading.Condition()
         self._registrations = Registrations(self.name, lambda: self._under_way, options.timeout)
         self.core = open_core(home, options)
+        report.announce(self.core, home.data, device=home.device)
         # Half of them may be waiting for the disk's sync while the others move bytes.
         workers = max(2, options.io_threads)
         self._jobs = ThreadPoolExecutor(workers, thread_name_prefix="kvconnect-nvme-job")

@@ -91,3 +91,14 @@ def test_close_does_not_take_the_files_from_verify(location, monkeypatch):
     leave.set()
     thread.join(10)
     store.close()
+
+
+def test_a_capacity_that_the_disk_cannot_hold_is_said_at_open(tmp_path, caplog):
+    caplog.set_level("INFO", logger="kvconnect.nvme")
+    with open_backend(str(tmp_path / "small"), {"capacity": "1MiB"}):
+        assert "0 of 1048576 B" in caplog.text
+        assert not [r for r in caplog.records if r.levelname == "WARNING"]
+    with open_backend(str(tmp_path / "large"), {"capacity": "1024TiB"}):
+        (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "capacity=1125899906842624 B needs" in warning
+    assert "puts will evict" in warning
