@@ -77,7 +77,7 @@ def parse_options(options: Mapping[str, object], spec: type[T], context: str = "
     values: dict[str, Any] = {}
     for name, value in options.items():
         if name not in fields:
-            raise ConfigError(f"{where}unknown option {name!r}{_suggest(name, fields)}")
+            raise unknown_option(name, fields, context)
         values[name] = _convert(value, hints[name], f"{where}{name}")
     missing = [n for n, f in fields.items() if n not in values and _required(f)]
     if missing:
@@ -87,7 +87,8 @@ def parse_options(options: Mapping[str, object], spec: type[T], context: str = "
 
 def unknown_option(name: str, known: Mapping[str, object] | list[str], context: str) -> ConfigError:
     """Return the error for an unknown name, with close matches."""
-    return ConfigError(f"{context}: unknown option {name!r}{_suggest(name, known)}")
+    where = f"{context}: " if context else ""
+    return ConfigError(f"{where}unknown option {name!r}{_suggest(name, known)}")
 
 
 def _suggest(name: str, known: Mapping[str, object] | list[str]) -> str:

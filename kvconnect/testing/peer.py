@@ -13,16 +13,15 @@ import selectors
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-from kvconnect.backend import Backend, Op
+from kvconnect.backend import Backend, Closing, Op
 from kvconnect.testing.memory import Objects, payload
 
 ANSWER_SECONDS = 60.0
 
 
-class Peer:
+class Peer(Closing):
     """The other process; `ask` sends a command and waits for its answer.
 
     Invariant: one answer per command, in order; leaving the ``with`` block ends the process.
@@ -78,15 +77,8 @@ class Peer:
         self._process.kill()
         self._process.wait(10)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """End the process; the second call does nothing."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
