@@ -10,17 +10,31 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvconnect.backend import Batch, Closing, Registration
 from kvconnect.errors import RegistrationError, TransferTimeoutError
 from kvconnect.region import Region, RegionTable
-from kvconnect.transfers import BatchTransfer
 
 _Place = tuple[int, int, str]
 
 
+class Lease(Protocol):
+    """A transfer as seen from here: the local memory it holds, until it is settled."""
+
+    @property
+    def leased(self) -> NDArray[np.uint64]:
+        """Addresses of its local runs: (runs,) uint64."""
+
+    def settled(self, timeout: float) -> bool:
+        """Wait at most `timeout` seconds; tell whether the memory is free."""
+
+
 class Registrations:
-    """The registered regions of one backend.
+    """The registered regions of one backend or transport.
 
     Invariants: regions are disjoint; one allocation registered n times is known until n
     handles are closed; no transfer touches a handle's regions when its close has returned.
@@ -30,7 +44,7 @@ class Registrations:
     """
 
     def __init__(
-        self, owner: str, under_way: Callable[[], Sequence[BatchTransfer]], deadline: float
+        self, owner: str, under_way: Callable[[], Sequence[Lease]], deadline: float
     ) -> None:
         """`under_way` lists the owner's transfers; `drain` waits for them `deadline` seconds."""
         self.lock = threading.RLock()
@@ -59,12 +73,16 @@ class Registrations:
     def check(self, batch: Batch) -> None:
         """Raise `RegistrationError` unless every run lies inside one registered region."""
         try:
-            self._table.locate(batch.address, batch.nbytes)
+            self.locate(batch.address, batch.nbytes)
         except RegistrationError as error:
             raise RegistrationError(
                 f"{self._owner}: {batch.op.value} of {len(batch)} keys refused: {error}; "
                 f"register the whole pool first"
             ) from None
+
+    def locate(self, address: NDArray[np.uint64], nbytes: NDArray[np.uint64]) -> NDArray[np.intp]:
+        """Return the index in `regions` of each run; `RegistrationError` if one is outside."""
+        return self._table.locate(address, nbytes)
 
     def drop(self, regions: Sequence[Region]) -> None:
         """Count the regions down; those at zero are known no longer."""
@@ -84,19 +102,18 @@ class Registrations:
         with self.lock:
             under_way = list(self._under_way())
         for transfer in under_way:
-            if regions is not None and not _touches(transfer.batch, regions):
+            if regions is not None and not _touches(transfer.leased, regions):
                 continue
             if not transfer.settled(max(until - time.monotonic(), 0)):
                 raise TransferTimeoutError(
-                    f"{self._owner}: a {transfer.batch.op.value} of {len(transfer.batch)} keys "
-                    f"was not done after {self._deadline} s; its memory is still leased"
+                    f"{self._owner}: {transfer!r} was not done after {self._deadline} s; its "
+                    f"memory is still leased"
                 )
 
 
-def _touches(batch: Batch, regions: Sequence[Region]) -> bool:
-    """Tell whether a run of the batch begins in one of the regions (it then lies in it)."""
-    start = [((batch.address >= r.address) & (batch.address < r.end)).any() for r in regions]
-    return any(start)
+def _touches(address: NDArray[np.uint64], regions: Sequence[Region]) -> bool:
+    """Tell whether a run begins in one of the regions (it then lies in it)."""
+    return any(((address >= r.address) & (address < r.end)).any() for r in regions)
 
 
 def _place(region: Region) -> _Place:

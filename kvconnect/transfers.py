@@ -37,6 +37,11 @@ class BatchTransfer:
         self._causes: dict[int, str] = {}
 
     @property
+    def leased(self) -> NDArray[np.uint64]:
+        """Addresses of the runs whose memory it holds: (runs,) uint64."""
+        return self.batch.address
+
+    @property
     def cancelled(self) -> bool:
         """Whether the caller asked to stop; the worker looks at it between keys."""
         return self._cancel.is_set()

@@ -103,3 +103,8 @@ def move(source, target, nbytes):
     """Copy runs one by one."""
     for a, b, n in zip(source.tolist(), target.tolist(), nbytes.tolist(), strict=True):
         ctypes.memmove(b, a, n)
+
+
+def u64(values):
+    """Return values as page ids or addresses."""
+    return np.array(values, dtype=np.uint64)

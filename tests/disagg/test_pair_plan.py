@@ -6,13 +6,9 @@ from hypothesis import strategies as st
 from kvconnect.disagg.pair_plan import plan_pair
 from kvconnect.disagg.pairs import shares
 from kvconnect.errors import LayoutError, PageIndexError
-from tests.disagg.fleet import Fleet, expected, fill, move, rows_of
+from tests.disagg.fleet import Fleet, expected, fill, move, rows_of, u64
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
-
-
-def u64(values):
-    return np.array(values, dtype=np.uint64)
 
 
 def transfer(prefill, decode, tokens, seed=0):
