@@ -69,20 +69,28 @@ class PairPlan:
         The side with the larger pages may have its last page partly filled.
         """
         source, target = len(src_pages) * self.src_parts, len(dst_pages) * self.dst_parts
-        fewer = min(source, target)
-        if source - fewer >= self.src_parts or target - fewer >= self.dst_parts:
-            raise PageIndexError(
-                f"{len(src_pages)} source pages of {self.src_parts} parts do not fill "
-                f"{len(dst_pages)} target pages of {self.dst_parts} parts: {source} and {target}"
-            )
-        return fewer
+        self._check(source, target, min(source, target))
+        return min(source, target)
 
-    def expand(self, src_pages: U64, dst_pages: U64) -> tuple[U64, U64, U64]:
+    def _check(self, source: int, target: int, pieces: int) -> None:
+        if not (0 <= source - pieces < self.src_parts and 0 <= target - pieces < self.dst_parts):
+            raise PageIndexError(
+                f"{source // self.src_parts} source pages of {self.src_parts} parts and "
+                f"{target // self.dst_parts} target pages of {self.dst_parts} parts do not hold "
+                f"the same: {source} and {target} parts, {pieces} wanted"
+            )
+
+    def expand(
+        self, src_pages: U64, dst_pages: U64, pieces: int | None = None
+    ) -> tuple[U64, U64, U64]:
         """Return (source addresses, target addresses, nbytes) of all runs: (runs,) uint64.
 
-        `src_pages`, `dst_pages` are page ids in the order of the sequence.
+        `src_pages`, `dst_pages` are page ids in the order of the sequence; `pieces` of them
+        move (None: as many as both hold).
         """
-        pieces = self.pieces(src_pages, dst_pages)
+        if pieces is None:
+            pieces = self.pieces(src_pages, dst_pages)
+        self._check(len(src_pages) * self.src_parts, len(dst_pages) * self.dst_parts, pieces)
         source = _at(src_pages, self.src_parts, pieces)
         target = _at(dst_pages, self.dst_parts, pieces)
         joins = self._joins
@@ -94,6 +102,24 @@ class PairPlan:
         if len(parts) == 1:
             return parts[0]
         return tuple(np.concatenate(column) for column in zip(*parts, strict=True))  # type: ignore[return-value]
+
+    def source_runs(self, src_pages: U64, pieces: int) -> tuple[U64, U64]:
+        """Return (addresses, nbytes) at the source in an order that both sides share.
+
+        Piece by piece and never joined, so that it does not depend on the other side's pages:
+        the order in which a checksum of the transfer is taken.
+        """
+        places = _at(src_pages, self.src_parts, pieces)
+        rows = np.ones(len(self.nbytes), dtype=np.bool_)
+        address = _broadcast(self.src, self.src_page, self.src_part, self.src_parts, rows, places)
+        return address.reshape(-1), np.tile(self.nbytes, pieces)
+
+    def target_runs(self, dst_pages: U64, pieces: int) -> tuple[U64, U64]:
+        """Return (addresses, nbytes) at the target in the order of `source_runs`."""
+        places = _at(dst_pages, self.dst_parts, pieces)
+        rows = np.ones(len(self.nbytes), dtype=np.bool_)
+        address = _broadcast(self.dst, self.dst_page, self.dst_part, self.dst_parts, rows, places)
+        return address.reshape(-1), np.tile(self.nbytes, pieces)
 
     @property
     def _joins(self) -> NDArray[np.bool_]:

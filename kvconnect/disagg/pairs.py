@@ -25,6 +25,13 @@ class Share:
     part: Placement
 
 
+def share_of(source: Placement, target: Placement) -> Placement | None:
+    """Return what `source` sends to `target`, None where another replica does or nothing."""
+    if source.replica != target.replica % source.replicas:
+        return None
+    return source.meet(target)
+
+
 def shares(sources: Sequence[Placement], target: Placement) -> tuple[Share, ...]:
     """Return the shares that together fill `target`, in the order of `sources`.
 
@@ -36,12 +43,8 @@ def shares(sources: Sequence[Placement], target: Placement) -> tuple[Share, ...]
     >>> shares([whole], half)[0].part.heads
     Span(start=2, stop=4, total=4)
     """
-    found = []
-    for index, source in enumerate(sources):
-        if source.replica == target.replica % source.replicas:
-            part = source.meet(target)
-            if part is not None:
-                found.append(Share(index, part))
+    parts = [share_of(source, target) for source in sources]
+    found = [Share(index, part) for index, part in enumerate(parts) if part is not None]
     _check_filled(found, target)
     return tuple(found)
 

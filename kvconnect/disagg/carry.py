@@ -1,0 +1,104 @@
+"""Carrying one plan over a transport: in bounded batches, two under way, with one deadline.
+
+Runs in a worker thread. What a failed or cancelled carry leaves behind are transfers that are
+not quiet yet; they are handed back, because their memory is not free until they are.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvconnect.disagg.transport import (
+    Peer,
+    PeerCapabilities,
+    PeerOutcome,
+    PeerStatus,
+    PeerTransfer,
+    PeerTransport,
+    Runs,
+    Way,
+)
+
+_DEPTH = 2
+_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """How a carry ended: confirmed bytes, the first failure, and transfers not quiet yet."""
+
+    nbytes: int
+    failure: PeerOutcome | None = None
+    lingering: tuple[PeerTransfer, ...] = ()
+
+
+def batches(runs: Runs, capabilities: PeerCapabilities, max_bytes: int) -> Iterator[Runs]:
+    """Cut runs into batches of at most `max_entries` runs and about `max_bytes` bytes."""
+    most = min(max_bytes, capabilities.max_bytes)
+    ends = np.cumsum(runs.nbytes)
+    start = 0
+    while start < len(runs):
+        done = int(ends[start - 1]) if start else 0
+        stop = int(np.searchsorted(ends, np.uint64(done + most), side="right"))
+        stop = max(min(stop, start + capabilities.max_entries), start + 1)
+        yield runs.part(start, stop)
+        start = stop
+
+
+def carry(
+    transport: PeerTransport,
+    peer: Peer,
+    way: Way,
+    runs: Runs,
+    *,
+    batch_bytes: int,
+    until: float,
+    stop: threading.Event,
+) -> Carried:
+    """Move all runs until `until` (monotonic seconds); `stop` ends it early."""
+    under_way: deque[PeerTransfer] = deque()
+    confirmed, failure = 0, None
+    for part in batches(runs, transport.capabilities, batch_bytes):
+        if (failure := _stopped(until, stop)) is not None:
+            break
+        under_way.append(transport.submit(peer, way, part, until - time.monotonic()))
+        if len(under_way) >= _DEPTH:
+            outcome = _finish(under_way.popleft(), until, stop, under_way)
+            confirmed += outcome.nbytes
+            if not outcome.ok:
+                failure = outcome
+                break
+    while failure is None and under_way:
+        outcome = _finish(under_way.popleft(), until, stop, under_way)
+        confirmed += outcome.nbytes
+        failure = None if outcome.ok else outcome
+    for transfer in under_way:
+        transfer.cancel()
+    return Carried(confirmed, failure, tuple(t for t in under_way if not t.done()))
+
+
+def _stopped(until: float, stop: threading.Event) -> PeerOutcome | None:
+    if stop.is_set():
+        return PeerOutcome(PeerStatus.CANCELLED, 0, "cancelled")
+    if time.monotonic() >= until:
+        return PeerOutcome(PeerStatus.TIMEOUT, 0, "the request's deadline has passed")
+    return None
+
+
+def _finish(
+    transfer: PeerTransfer, until: float, stop: threading.Event, under_way: deque[PeerTransfer]
+) -> PeerOutcome:
+    """Wait for one transfer; a failure puts it back, since it may not be quiet."""
+    while True:
+        outcome = transfer.wait(max(min(until - time.monotonic(), _POLL_SECONDS), 0))
+        if transfer.done():
+            return outcome
+        if (failure := _stopped(until, stop)) is not None:
+            under_way.append(transfer)
+            return failure

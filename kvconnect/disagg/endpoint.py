@@ -1,0 +1,318 @@
+"""What prefill and decode endpoints share: the pool, the channel, and the peers they know.
+
+State is touched in the channel's thread only; moving bytes, checksums and connecting are done
+by a few workers, whose results are posted back. A peer is one generation of a rank: when the
+rank restarts, its old generation is lost and the new one is another peer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvconnect.attach import as_pool, check_identity, registration_chunks
+from kvconnect.backend import Closing
+from kvconnect.config import Bytes
+from kvconnect.disagg.channel import Channel
+from kvconnect.disagg.conform import Side
+from kvconnect.disagg.handshake import check_identity as check_same
+from kvconnect.disagg.handshake import check_sides
+from kvconnect.disagg.keys import Keys
+from kvconnect.disagg.messages import Envelope, Hello, Message, Ping
+from kvconnect.disagg.pair_plan import PairPlan, plan_pair
+from kvconnect.disagg.transport import Peer, PeerTransport
+from kvconnect.disagg.wire import from_data, to_data
+from kvconnect.errors import ClosedError, ConfigError, KVConnectError
+from kvconnect.identity import Identity
+from kvconnect.placement import Placement, Span
+
+log = logging.getLogger("kvconnect.disagg")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointOptions:
+    """How an endpoint works; sizes in bytes, times in seconds."""
+
+    name: str = "rank"
+    """For messages and tables."""
+    fleet: str = "fleet"
+    """Which instance of the engine this rank belongs to; the same on all its ranks."""
+    ranks: int = 1
+    """How many ranks that instance has."""
+    timeout: float = 30.0
+    """Deadline of a request where the call gives none, and of connecting."""
+    ping: float = 0.5
+    peer_timeout: float = 3.0
+    """Silence after which a peer counts as lost."""
+    batch_bytes: Bytes = 64 << 20
+    """Most bytes in one transport batch; two of a request are under way at a time."""
+    workers: int = 2
+    min_slots: int = 1
+    """Fewest slots that a piece common to both page sizes may have."""
+
+    def __post_init__(self) -> None:
+        """Check ranges; `ConfigError` names the option."""
+        for name in ("timeout", "ping", "peer_timeout", "batch_bytes"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be above 0 and finite")
+        for name in ("ranks", "workers", "min_slots"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be at least 1")
+
+
+@dataclass(eq=False)
+class PeerRank:
+    """One generation of a rank of the other side, as this side knows it."""
+
+    route: str
+    generation: str
+    hello: Hello
+    side: Side
+    link: Peer
+    part: Placement | None
+    """What moves between the two; None where nothing does."""
+    heard: float
+    lost: str | None = None
+    """Why the peer counts as lost."""
+    plans: dict[tuple[int, int], PairPlan] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.hello.role} {self.hello.fleet}/{self.hello.name}"
+
+
+class Endpoint(Closing):
+    """The common half. Subclasses say what they do with a greeting, a message and a tick."""
+
+    role = ""
+
+    def __init__(
+        self,
+        pool: Any,
+        placement: Placement,
+        identity: Identity,
+        transport: PeerTransport,
+        *,
+        keys: Keys | None = None,
+        options: EndpointOptions | None = None,
+    ) -> None:
+        """Register the pool's memory with the transport and start the control channel.
+
+        The transport stays the caller's to close, after the endpoint.
+        """
+        self.options = options or EndpointOptions()
+        self.side = Side(as_pool(pool), placement)
+        check_identity(identity, self.side.pool, placement)
+        self.identity, self.transport = identity, transport
+        self.generation = transport.generation
+        self.peers: dict[str, PeerRank] = {}
+        self._closing = False
+        self._pinged = 0.0
+        regions = registration_chunks(self.side.pool, None, transport.capabilities.max_region_bytes)
+        with contextlib.ExitStack() as undo:
+            self._registration = undo.enter_context(transport.register(regions))
+            self._workers = ThreadPoolExecutor(self.options.workers, "kvconnect-move")
+            undo.callback(self._workers.shutdown, wait=False)
+            self._channel = Channel(keys, self._on_envelope, self._on_tick)
+            undo.pop_all()
+
+    def hello(self) -> Hello:
+        """Describe this rank to a peer."""
+        return Hello(
+            role="prefill" if self.role == "prefill" else "decode",
+            name=self.options.name,
+            fleet=self.options.fleet,
+            ranks=self.options.ranks,
+            identity=self.identity.to_json(),
+            side=to_data(self.side),
+            transport=self.transport.name,
+            metadata=self.transport.describe(),
+        )
+
+    def meet(self, route: str, generation: str, hello: Hello) -> PeerRank:
+        """Worker: check a greeting and connect to the peer's memory.
+
+        Raises `ConfigError` naming what does not fit, with both values.
+        """
+        wanted = "decode" if self.role == "prefill" else "prefill"
+        if hello.role != wanted:
+            raise ConfigError(f"{self.role} was greeted by {hello.role}; it talks to {wanted}")
+        if hello.transport != self.transport.name:
+            raise ConfigError(
+                f"transport is {self.transport.name!r} here and {hello.transport!r} at the peer"
+            )
+        check_same(self.identity, Identity.from_json(hello.identity))
+        theirs = from_data(hello.side)
+        source, target = (self.side, theirs) if self.role == "prefill" else (theirs, self.side)
+        check_sides(source, target, min_slots=self.options.min_slots)
+        link = self.transport.connect(hello.metadata, self.options.timeout)
+        try:
+            for region in theirs.pool.regions:
+                _check_granted(link, region.address, region.nbytes, region.name)
+        except BaseException:
+            link.close()
+            raise
+        return PeerRank(
+            route, generation, hello, theirs, link, self.part_of(theirs), time.monotonic()
+        )
+
+    def part_of(self, theirs: Side) -> Placement | None:
+        """Return what moves between this rank and a peer."""
+        raise NotImplementedError
+
+    def plan(self, peer: PeerRank, start: int, stop: int) -> PairPlan:
+        """Return the (cached) plan of global layers [start, stop) between this rank and a peer."""
+        found = peer.plans.get((start, stop))
+        if found is None and peer.part is not None:
+            layers = Span(start, stop, peer.part.layers.total)
+            part = Placement(layers, peer.part.heads, shards=peer.part.shards)
+            sides = (self.side, peer.side) if self.role == "prefill" else (peer.side, self.side)
+            found = peer.plans[start, stop] = plan_pair(*sides, part)
+        if found is None:
+            raise ConfigError(f"nothing moves between {self.options.name} and {peer}")
+        return found
+
+    def send_to(self, peer: PeerRank, message: Message) -> None:
+        """Channel thread: send to a peer, unless it is lost."""
+        if peer.lost is None:
+            self._channel.send(peer.route, Envelope(self.generation, peer.generation, message))
+
+    def later(self, work: Callable[[], Any], then: Callable[[Any, Exception | None], None]) -> None:
+        """Have a worker do `work`; `then(result, error)` is called in the channel's thread."""
+
+        def run() -> None:
+            try:
+                result, error = work(), None
+            except Exception as caught:  # noqa: BLE001 - handed on to whoever waits
+                result, error = None, caught
+            with contextlib.suppress(ClosedError):
+                self._channel.post(lambda: then(result, error))
+
+        self._workers.submit(run)
+
+    def _on_envelope(self, route: str, envelope: Envelope) -> None:
+        if isinstance(envelope.message, Hello):
+            self.on_hello(route, envelope.sender, envelope.message)
+            return
+        peer = self.peers.get(envelope.sender)
+        known = peer is not None and peer.lost is None and peer.route == route
+        if peer is None or not known or envelope.to != self.generation:
+            # From or to an earlier start of a rank: whatever it says is about memory that is gone.
+            self._channel.counts["stale"] += 1
+            self.on_stranger(route, envelope)
+            return
+        peer.heard = time.monotonic()
+        if isinstance(envelope.message, Ping):
+            if envelope.message.answer:
+                self.send_to(peer, Ping(answer=False))
+            return
+        try:
+            self.on_message(peer, envelope.message)
+        except KVConnectError as error:
+            self._channel.counts["refused"] += 1
+            log.warning("kvconnect: %s sent what cannot be: %s", peer, error)
+
+    def on_hello(self, route: str, generation: str, hello: Hello) -> None:
+        """Handle a greeting."""
+        raise NotImplementedError
+
+    def on_stranger(self, route: str, envelope: Envelope) -> None:
+        """Handle a message of a generation that is not known."""
+
+    def on_message(self, peer: PeerRank, message: Message) -> None:
+        """Handle a message of a known peer."""
+        raise NotImplementedError
+
+    def on_tick(self, now: float) -> None:
+        """Look at deadlines; called some fifty times a second."""
+        raise NotImplementedError
+
+    def on_lost(self, peer: PeerRank) -> None:
+        """Handle the loss of a peer."""
+        raise NotImplementedError
+
+    def _on_tick(self) -> None:
+        now = time.monotonic()
+        ping = now - self._pinged >= self.options.ping
+        if ping:
+            self._pinged = now
+        for peer in list(self.peers.values()):
+            if peer.lost is not None:
+                self._drop_if_gone(peer)
+            elif not peer.link.alive():
+                self.lose(peer, "its process has ended")
+            elif now - peer.heard > self.options.peer_timeout:
+                self.lose(peer, f"it was silent for {self.options.peer_timeout:g} s")
+            elif ping:
+                self.send_to(peer, Ping(answer=True))
+        self.on_tick(now)
+
+    def _drop_if_gone(self, peer: PeerRank) -> None:
+        # One that may still touch memory is kept: requests ask its link when their pages are free.
+        if not peer.link.alive():
+            peer.link.close()
+            del self.peers[peer.generation]
+
+    def lose(self, peer: PeerRank, reason: str) -> None:
+        """Count a peer as lost: its requests fail, its generation is never heard again."""
+        peer.lost = reason
+        log.warning("kvconnect: %s lost %s: %s", self.options.name, peer, reason)
+        self.on_lost(peer)
+
+    def in_thread(self, work: Callable[[], Any], timeout: float = 10.0) -> Any:
+        """Run `work` in the channel's thread and return what it returned."""
+        done, box = threading.Event(), list[Any]()
+
+        def run() -> None:
+            try:
+                box.append((work(), None))
+            except Exception as error:  # noqa: BLE001 - raised again where it was asked
+                box.append((None, error))
+            done.set()
+
+        self._channel.post(run)
+        if not done.wait(timeout):
+            raise ClosedError(f"{self.role} endpoint did not answer within {timeout:g} s")
+        value, error = box[0]
+        if error is not None:
+            raise error
+        return value
+
+    def counters(self) -> dict[str, int]:
+        """Return counts of control messages: received, stale, garbage, refused, unsent."""
+        return dict(self._channel.counts)
+
+    def close(self) -> None:
+        """Stop: fail what is under way, let the peers know, wait until the memory is quiet.
+
+        Raises `TransferTimeoutError` while the transport still holds memory; call it again.
+        """
+        if not self._closing:
+            self._closing = True
+            with contextlib.suppress(ClosedError):
+                self.in_thread(self.on_close)
+        self._workers.shutdown(wait=True, cancel_futures=True)
+        self._channel.close()
+        for peer in self.peers.values():
+            peer.link.close()
+        self._registration.close()
+
+    def on_close(self) -> None:
+        """Channel thread: fail what is under way."""
+        raise NotImplementedError
+
+
+def _check_granted(link: Peer, address: int, nbytes: int, name: str) -> None:
+    for grant in link.grants.regions:
+        if grant.address <= address and address + nbytes <= grant.end:
+            return
+    raise ConfigError(
+        f"the peer's pool lies in {name!r} ({nbytes} B at {address:#x}), which its transport "
+        f"does not grant"
+    )

@@ -1,0 +1,323 @@
+"""The prefill side: holds pages, and moves them to the decode ranks that asked for them.
+
+`send(request_id, pages, layers)` may come before or after the decode side's grant, once for all
+layers or again and again as layers finish. A request is done when every rank of the decode
+instance has everything it needs from here, and fails as a whole: on its deadline, on a transport
+failure, on an abort from either side, on the loss of a peer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvconnect.disagg.carry import Carried, carry
+from kvconnect.disagg.checksum import checksum
+from kvconnect.disagg.conform import Side, common_slots
+from kvconnect.disagg.endpoint import Endpoint, PeerRank
+from kvconnect.disagg.messages import (
+    Abort,
+    Envelope,
+    Grant,
+    Hello,
+    Message,
+    Moved,
+    Quiet,
+    Ready,
+    Refused,
+    Taken,
+    pack_pages,
+)
+from kvconnect.disagg.orders import Layers, Order, pages_for
+from kvconnect.disagg.pairs import share_of
+from kvconnect.disagg.requests import Request, RequestState
+from kvconnect.disagg.transport import Runs, Way
+from kvconnect.errors import ConfigError
+from kvconnect.page_index import U64
+from kvconnect.placement import Placement
+
+_REMEMBER_SECONDS = 60.0
+"""After its deadline, how long a failed request is remembered for grants that come late."""
+
+
+@dataclass(eq=False)
+class Sending(Request):
+    """A request on the prefill side; see `PrefillEndpoint.send`."""
+
+    layers: list[Layers] = field(default_factory=list)
+
+
+class PrefillEndpoint(Endpoint):
+    """One prefill rank. Safe to use from many threads; a context manager that closes twice."""
+
+    role = "prefill"
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """Take the arguments of `Endpoint`; call `listen` to be found."""
+        self._sendings: dict[str, Sending] = {}
+        self._orders: dict[str, dict[str, Order]] = {}
+        self._ended: dict[str, tuple[str, float]] = {}
+        super().__init__(*args, **options)
+
+    def listen(self, address: str = "tcp://127.0.0.1:*") -> str:
+        """Take connections at `address`; returns it with the port in use."""
+        return self._channel.listen(address)
+
+    def send(
+        self,
+        request_id: str,
+        pages: Any,
+        *,
+        layers: Layers | None = None,
+        timeout: float | None = None,
+    ) -> Sending:
+        """Offer pages of a request; returns at once with a handle to wait on.
+
+        `pages`: page ids in the order of the sequence, the same in every call for a request.
+        `layers`: the global layers [start, stop) that are finished, None for all of this rank.
+        `timeout` counts from the first call. An id that has failed stays failed. Raises
+        `PageIndexError` on pages that are none and `ConfigError` on layers that are not this
+        rank's or were sent before.
+        """
+        ids = self.side.pool.check_page_ids(pages)
+        held = self.side.placement.layers
+        start, stop = layers or (held.start, held.stop)
+        if not held.start <= start < stop <= held.stop:
+            raise ConfigError(f"layers [{start}, {stop}) are not inside this rank's {held}")
+        until = time.monotonic() + (self.options.timeout if timeout is None else timeout)
+        sending: Sending = self.in_thread(lambda: self._send(request_id, ids, (start, stop), until))
+        return sending
+
+    def _send(self, request_id: str, ids: U64, layers: Layers, until: float) -> Sending:
+        sending = self._sendings.get(request_id)
+        if sending is None:
+            sending = Sending(request_id, ids, until)
+            if request_id in self._ended or self._closing:
+                over = self._ended.get(request_id, ("the prefill endpoint closes", 0.0))
+                sending.end(RequestState.FAILED, over[0])
+                sending.settle()
+                return sending
+            self._sendings[request_id] = sending
+        elif len(sending.pages) != len(ids) or (sending.pages != ids).any():
+            raise ConfigError(f"request {request_id!r} was begun with other pages")
+        if any(a < layers[1] and layers[0] < b for a, b in sending.layers):
+            raise ConfigError(f"request {request_id!r}: layers {layers} were sent before")
+        sending.layers.append(layers)
+        for order in self._orders.get(request_id, {}).values():
+            self._serve(sending, order, [layers])
+        self._look(sending)
+        return sending
+
+    def abort(self, request_id: str, reason: str = "aborted by the prefill side") -> None:
+        """End a request on both sides; does nothing where it is over or unknown."""
+        self.in_thread(lambda: self._fail(request_id, reason))
+
+    def part_of(self, theirs: Side) -> Placement | None:
+        """Return what this rank sends to a decode rank."""
+        return share_of(self.side.placement, theirs.placement)
+
+    def on_hello(self, route: str, generation: str, hello: Hello) -> None:
+        """Meet a decode rank in a worker, then answer with our own greeting or a refusal."""
+        known = self.peers.get(generation)
+        if known is not None and known.lost is None:
+            if known.route == route:
+                self.send_to(known, self.hello())
+            return
+
+        def answer(peer: PeerRank | None, error: Exception | None) -> None:
+            if peer is None:
+                said = Refused(str(error)[:4000])
+                self._channel.send(route, Envelope(self.generation, generation, said))
+                return
+            self.peers[generation] = peer
+            self.send_to(peer, self.hello())
+
+        self.later(lambda: self.meet(route, generation, hello), answer)
+
+    def on_stranger(self, route: str, envelope: Envelope) -> None:
+        """Tell a rank that speaks to an earlier start of this one that it is gone."""
+        said = Refused(f"generation {envelope.to or 'none'} is not here; say hello first")
+        self._channel.send(route, Envelope(self.generation, envelope.sender, said))
+
+    def on_message(self, peer: PeerRank, message: Message) -> None:
+        """Handle a grant, an abort, or the end of a pull."""
+        if isinstance(message, Grant):
+            self._granted(peer, message)
+        elif isinstance(message, Abort):
+            self._fail(message.request, f"{peer} gave up: {message.reason}", by=peer)
+        elif isinstance(message, Taken):
+            self._taken(peer, message)
+
+    def _granted(self, peer: PeerRank, grant: Grant) -> None:
+        orders = self._orders.setdefault(grant.request, {})
+        if peer.generation in orders:
+            raise ConfigError(f"request {grant.request!r} was granted twice")
+        order = orders[peer.generation] = Order.of(peer, grant)
+        sending = self._sendings.get(grant.request)
+        if (ended := self._ended.get(grant.request)) is not None:
+            self._give_up(grant.request, order, ended[0])
+        elif any(other.peer.hello.fleet != peer.hello.fleet for other in orders.values()):
+            self._fail(grant.request, "ranks of two decode instances want the same request")
+        elif sending is not None:
+            self._serve(sending, order, sending.layers)
+            self._look(sending)
+
+    def _serve(self, sending: Sending, order: Order, layers: Iterable[Layers]) -> None:
+        """Move the common part of some layers to one decode rank."""
+        part = order.peer.part
+        if part is None or order.aborted:
+            return
+        need = pages_for(order.slots, self.side.pool.page_size)
+        if need != len(sending.pages):
+            self._fail(
+                sending.request_id,
+                f"{order.peer} wants {order.slots} slots, which are {need} pages of "
+                f"{self.side.pool.page_size}; {len(sending.pages)} pages were sent",
+            )
+            return
+        for start, stop in layers:
+            common = max(start, part.layers.start), min(stop, part.layers.stop)
+            if common[0] < common[1]:
+                self._start(sending, order, common)
+
+    def _start(self, sending: Sending, order: Order, layers: Layers) -> None:
+        order.jobs += 1
+        until = min(sending.until, order.until)
+
+        def work() -> tuple[Carried, bytes | None]:
+            return self._move(sending, order, layers, until)
+
+        def ended(result: tuple[Carried, bytes | None] | None, error: Exception | None) -> None:
+            order.jobs -= 1
+            if result is None:
+                self._fail(sending.request_id, f"moving layers {layers}: {error}")
+                return
+            carried, digest = result
+            order.lingering += carried.lingering
+            if carried.failure is not None:
+                self._fail(sending.request_id, f"layers {layers}: {carried.failure.cause}")
+            else:
+                self._arrived(sending, order, layers, carried.nbytes, digest)
+
+        self.later(work, ended)
+
+    def _move(
+        self, sending: Sending, order: Order, layers: Layers, until: float
+    ) -> tuple[Carried, bytes | None]:
+        """Worker: expand the plan, hash, and push (a pull only needs the hash)."""
+        plan = self.plan(order.peer, *layers)
+        pieces = order.slots // common_slots(self.side.pool, order.peer.side.pool)
+        local, remote, nbytes = plan.expand(sending.pages, order.pages, pieces)
+        digest = None
+        if order.checksum:
+            runs = plan.source_runs(sending.pages, pieces)
+            digest = checksum(*runs, self.side.pool.regions)
+        if order.way is Way.PULL:
+            return Carried(0), digest
+        carried = carry(
+            self.transport,
+            order.peer.link,
+            Way.PUSH,
+            Runs(local, remote, nbytes),
+            batch_bytes=self.options.batch_bytes,
+            until=until,
+            stop=order.stop,
+        )
+        return carried, digest
+
+    def _arrived(
+        self, sending: Sending, order: Order, layers: Layers, nbytes: int, digest: bytes | None
+    ) -> None:
+        if sending.state is not RequestState.UNDER_WAY or order.aborted:
+            return
+        if order.way is Way.PULL:
+            ready = Ready(sending.request_id, layers, pack_pages(sending.pages), digest)
+            self.send_to(order.peer, ready)
+            return
+        sending.nbytes += nbytes
+        order.done(layers)
+        self.send_to(order.peer, Moved(sending.request_id, layers, nbytes, digest))
+        self._look(sending)
+
+    def _taken(self, peer: PeerRank, taken: Taken) -> None:
+        order = self._orders.get(taken.request, {}).get(peer.generation)
+        sending = self._sendings.get(taken.request)
+        if order is None or sending is None or order.way is Way.PUSH:
+            return
+        # Only this makes a pull a success: until here the pages were surely not reused.
+        part = order.peer.part
+        if part is not None:
+            layers = (part.layers.start, part.layers.stop)
+            self.send_to(peer, Moved(taken.request, layers, taken.nbytes, None))
+        sending.nbytes += taken.nbytes
+        order.complete = True
+        self._look(sending)
+
+    def _look(self, sending: Sending) -> None:
+        """End a request once every rank of the decode instance has what it needs."""
+        orders = list(self._orders.get(sending.request_id, {}).values())
+        everything = sum(b - a for a, b in sending.layers) == self.side.placement.layers.extent
+        if not orders or not everything or not all(order.complete for order in orders):
+            return
+        if len(orders) >= orders[0].peer.hello.ranks and sending.end(RequestState.DONE):
+            sending.settle()
+            del self._sendings[sending.request_id], self._orders[sending.request_id]
+
+    def _fail(self, request_id: str, reason: str, by: PeerRank | None = None) -> None:
+        """Fail a request on every rank that it concerns; `by` is told `Quiet`, not `Abort`."""
+        sending = self._sendings.get(request_id)
+        if sending is not None:
+            sending.end(RequestState.FAILED, reason)
+        if sending is not None or by is not None:
+            until = sending.until if sending is not None else time.monotonic()
+            self._ended[request_id] = reason, until + _REMEMBER_SECONDS
+        for order in self._orders.get(request_id, {}).values():
+            self._give_up(request_id, order, reason, told=order.peer is by)
+        if by is not None and by.generation not in self._orders.get(request_id, {}):
+            self.send_to(by, Quiet(request_id))
+
+    def _give_up(self, request_id: str, order: Order, reason: str, *, told: bool = False) -> None:
+        if order.aborted:
+            return
+        order.aborted = True
+        order.stop.set()
+        if not told:
+            self.send_to(order.peer, Abort(request_id, reason[:4000]))
+
+    def on_lost(self, peer: PeerRank) -> None:
+        """Fail every request that a lost rank takes part in."""
+        for request_id, orders in list(self._orders.items()):
+            if peer.generation in orders:
+                self._fail(request_id, f"{peer} was lost: {peer.lost}")
+
+    def on_tick(self, now: float) -> None:
+        """Fail what is past its deadline; say `Quiet` where an aborted order has come to rest."""
+        for request_id, sending in list(self._sendings.items()):
+            if sending.state is RequestState.UNDER_WAY and now > sending.until:
+                self._fail(request_id, "the request's deadline has passed")
+        for request_id, orders in list(self._orders.items()):
+            self._settle_orders(request_id, orders, now)
+        for request_id, sending in list(self._sendings.items()):
+            if sending.state is RequestState.FAILED and request_id not in self._orders:
+                sending.settle()
+                del self._sendings[request_id]
+        self._ended = {i: e for i, e in self._ended.items() if e[1] > now}
+
+    def _settle_orders(self, request_id: str, orders: dict[str, Order], now: float) -> None:
+        for generation, order in list(orders.items()):
+            if request_id not in self._sendings and now > order.until:
+                self._give_up(request_id, order, "nothing was sent in time")
+            if order.aborted and order.quiet():
+                self.send_to(order.peer, Quiet(request_id))
+                del orders[generation]
+        if not orders:
+            del self._orders[request_id]
+
+    def on_close(self) -> None:
+        """Fail everything that is not over."""
+        for request_id in {*self._sendings, *self._orders}:
+            sending = self._sendings.get(request_id)
+            if sending is None or sending.state is RequestState.UNDER_WAY:
+                self._fail(request_id, "the prefill endpoint closes")
