@@ -1,47 +1,28 @@
-"""One checksum over the bytes of many runs, in their order, wherever the runs begin and end.
+"""One checksum over what a request moves, in an order that both sides share.
 
-Both sides of a transfer expand the same plan, so they see the same bytes in the same order,
-also when their layouts and TP sizes differ and their runs are joined differently.
+The bytes are taken as `Packer` packs them: piece by piece, block by block. That order is fixed
+by the plan, so the two sides agree also where their layouts, TP sizes and pages differ.
 """
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Sequence
-
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
-from kvconnect.region import Region
-from kvconnect.run_copy import copy_runs
+from kvconnect.disagg.blocks import Packer
+from kvconnect.page_index import U64
 
-_CHUNK_BYTES = 8 << 20
-_LONG_RUN = 16 << 10
-"""From here on hashing run by run costs less than gathering them first."""
+_CHUNK_BYTES = 4 << 20
+"""Small enough to be hashed out of the cache."""
 
 
-def checksum(
-    address: NDArray[np.uint64], nbytes: NDArray[np.uint64], regions: Sequence[Region]
-) -> bytes:
-    """Return 16 bytes of xxh3 over the runs; all of them lie inside `regions`, on the host."""
+def checksum(packer: Packer, pages: U64, pieces: int) -> bytes:
+    """Return 16 bytes of xxh3 over the first `pieces` pieces of `pages`."""
     state = xxhash.xxh3_128()
-    if not len(nbytes):
-        return state.digest()
-    if int(nbytes.min()) >= _LONG_RUN:
-        for at, size in zip(address.tolist(), nbytes.tolist(), strict=True):
-            state.update(memoryview((ctypes.c_uint8 * size).from_address(at)))
-        return state.digest()
-    ends = np.cumsum(nbytes)
-    buffer = np.empty(_CHUNK_BYTES + int(nbytes.max()), dtype=np.uint8)
-    target = Region("checksum", buffer.ctypes.data, buffer.nbytes)
-    start = 0
-    while start < len(nbytes):
-        done = ends[start] - nbytes[start]
-        stop = max(int(np.searchsorted(ends, done + np.uint64(_CHUNK_BYTES), "right")), start + 1)
-        part = slice(start, stop)
-        places = ends[part] - nbytes[part] - done + np.uint64(target.address)
-        copy_runs(address[part], regions, places, [target], nbytes[part])
-        state.update(buffer[: int(ends[stop - 1] - done)].data)
-        start = stop
+    step = max(_CHUNK_BYTES // packer.nbytes, 1)
+    buffer = np.empty(min(step, pieces) * packer.nbytes, dtype=np.uint8)
+    for first in range(0, pieces, step):
+        part = buffer[: min(step, pieces - first) * packer.nbytes]
+        packer.pack(pages, first, part)
+        state.update(part.data)
     return state.digest()

@@ -314,10 +314,10 @@ class DecodeEndpoint(Endpoint):
             return carried
         if carried.nbytes != (want := plan.piece_nbytes * pieces):
             raise ConfigError(f"{carried.nbytes} B were confirmed, the plan has {want} B")
-        if receiving.checked:
-            runs = plan.target_runs(receiving.pages, pieces)
-            if checksum(*runs, self.side.pool.regions) != message.checksum:
-                raise ConfigError("the checksum of what arrived is not that of what was sent")
+        if not receiving.checked:
+            return carried
+        if checksum(self.packer(plan), receiving.pages, pieces) != message.checksum:
+            raise ConfigError("the checksum of what arrived is not that of what was sent")
         return carried
 
     def _counted(self, receiving: Receiving, intake: Intake) -> None:

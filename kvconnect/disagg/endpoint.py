@@ -20,6 +20,7 @@ from typing import Any
 from kvconnect.attach import as_pool, check_identity, registration_chunks
 from kvconnect.backend import Closing
 from kvconnect.config import Bytes
+from kvconnect.disagg.blocks import Packer
 from kvconnect.disagg.channel import Channel
 from kvconnect.disagg.conform import Side
 from kvconnect.disagg.handshake import check_identity as check_same
@@ -177,6 +178,11 @@ class Endpoint(Closing):
         if found is None:
             raise ConfigError(f"nothing moves between {self.options.name} and {peer}")
         return found
+
+    def packer(self, plan: PairPlan) -> Packer:
+        """Return what packs this rank's side of a plan."""
+        mine = [b.source if self.role == "prefill" else b.target for b in plan.blocks]
+        return Packer(plan.blocks, mine, self.side.pool.regions)
 
     def send_to(self, peer: PeerRank, message: Message) -> None:
         """Channel thread: send to a peer, unless it is lost."""

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvconnect.disagg.blocks import Block, block_of
 from kvconnect.disagg.conform import (
     Side,
     check_components,
@@ -31,8 +32,6 @@ from kvconnect.page_index import U64
 from kvconnect.placement import Placement
 from kvconnect.reshard import plan_copy
 
-_FIELDS = ("src", "dst", "nbytes", "src_page", "src_part", "dst_page", "dst_part")
-
 
 @dataclass(frozen=True, slots=True)
 class PairPlan:
@@ -40,7 +39,8 @@ class PairPlan:
 
     `src`, `dst` are addresses; `*_page`, `*_part` the bytes between pages and between the parts
     of a page; `src_parts`, `dst_parts` the pieces of a page on each side. Rows are sorted by
-    source address, and no two of them are adjacent on both sides.
+    source address, and no two of them are adjacent on both sides. `blocks` are the same runs as
+    loops, for who copies them instead of listing them.
     """
 
     src: U64
@@ -52,6 +52,7 @@ class PairPlan:
     dst_part: U64
     src_parts: int
     dst_parts: int
+    blocks: tuple[Block, ...]
 
     @property
     def piece_nbytes(self) -> int:
@@ -102,24 +103,6 @@ class PairPlan:
         if len(parts) == 1:
             return parts[0]
         return tuple(np.concatenate(column) for column in zip(*parts, strict=True))  # type: ignore[return-value]
-
-    def source_runs(self, src_pages: U64, pieces: int) -> tuple[U64, U64]:
-        """Return (addresses, nbytes) at the source in an order that both sides share.
-
-        Piece by piece and never joined, so that it does not depend on the other side's pages:
-        the order in which a checksum of the transfer is taken.
-        """
-        places = _at(src_pages, self.src_parts, pieces)
-        rows = np.ones(len(self.nbytes), dtype=np.bool_)
-        address = _broadcast(self.src, self.src_page, self.src_part, self.src_parts, rows, places)
-        return address.reshape(-1), np.tile(self.nbytes, pieces)
-
-    def target_runs(self, dst_pages: U64, pieces: int) -> tuple[U64, U64]:
-        """Return (addresses, nbytes) at the target in the order of `source_runs`."""
-        places = _at(dst_pages, self.dst_parts, pieces)
-        rows = np.ones(len(self.nbytes), dtype=np.bool_)
-        address = _broadcast(self.dst, self.dst_page, self.dst_part, self.dst_parts, rows, places)
-        return address.reshape(-1), np.tile(self.nbytes, pieces)
 
     @property
     def _joins(self) -> NDArray[np.bool_]:
@@ -194,23 +177,31 @@ def plan_pair(source: Side, target: Side, part: Placement) -> PairPlan:
     where components, element sizes, forms or dims differ, naming both.
     """
     slots = common_slots(source.pool, target.pool)
-    rows = [
-        row
+    blocks = tuple(
+        block
         for component in check_components(source.pool, target.pool)
-        for row in _component_rows(source, target, part, component, slots)
-    ]
-    table = np.concatenate(rows, axis=1) if len(rows) > 1 else rows[0]
+        for block in _component_blocks(source, target, part, component, slots)
+    )
+    table = np.concatenate([_table(block) for block in blocks], axis=1)
     table = _join_adjacent(table[:, np.argsort(table[0], kind="stable")])
+    src, dst, nbytes, src_page, src_part, dst_page, dst_part = table
     return PairPlan(
-        **{name: table[at] for at, name in enumerate(_FIELDS)},
+        src,
+        dst,
+        nbytes,
+        src_page,
+        src_part,
+        dst_page,
+        dst_part,
         src_parts=source.pool.page_size // slots,
         dst_parts=target.pool.page_size // slots,
+        blocks=blocks,
     )
 
 
-def _component_rows(
+def _component_blocks(
     source: Side, target: Side, part: Placement, component: str, slots: int
-) -> list[U64]:
+) -> list[Block]:
     planes = source.plane_of(component), target.plane_of(component)
     layouts = []
     for side, plane in zip((source, target), planes, strict=True):
@@ -225,8 +216,13 @@ def _component_rows(
     else:
         starts = [part.heads.start - s.placement.heads.start for s in (source, target)]
         pairs = list(head_steps(layouts[0], starts[0], layouts[1], starts[1], part.heads.extent))
+    bases = planes[0].region.address, planes[1].region.address
+    parts = source.pool.page_size // slots, target.pool.page_size // slots
     try:
-        return [_rows(a, b, planes[0].region.address, planes[1].region.address) for a, b in pairs]
+        return [
+            block_of(plan_copy(a, b, ("page", "part")), bases, (_steps(a), _steps(b)), parts)
+            for a, b in pairs
+        ]
     except LayoutError as error:
         raise LayoutError(f"component {component!r} cannot move: {error}") from None
 
@@ -239,13 +235,12 @@ def _check_whole_heads(source: Side, target: Side, component: str) -> None:
         )
 
 
-def _rows(source: Layout, target: Layout, src_base: int, dst_base: int) -> U64:
-    """Return the runs of one component and head range as columns of `_FIELDS`."""
-    copy = plan_copy(source, target, ("page", "part"))
-    src, dst = copy.offsets()
-    strides = [stride for layout in (source, target) for stride in _steps(layout)]
-    constant = [np.full(len(src), v, dtype=np.uint64) for v in (copy.run, *strides)]
-    return np.stack([src + np.uint64(src_base), dst + np.uint64(dst_base), *constant])
+def _table(block: Block) -> U64:
+    """Return the runs of a block as columns, in the order of the fields of `PairPlan`."""
+    src, dst = block.rows(block.source), block.rows(block.target)
+    halves = block.source, block.target
+    numbers = (block.run, *(n for half in halves for n in (half.page, half.part)))
+    return np.stack([src, dst, *(np.full(len(src), n, dtype=np.uint64) for n in numbers)])
 
 
 def _steps(layout: Layout) -> tuple[int, int]:

@@ -212,8 +212,7 @@ class PrefillEndpoint(Endpoint):
         local, remote, nbytes = plan.expand(sending.pages, order.pages, pieces)
         digest = None
         if order.checksum:
-            runs = plan.source_runs(sending.pages, pieces)
-            digest = checksum(*runs, self.side.pool.regions)
+            digest = checksum(self.packer(plan), sending.pages, pieces)
         if order.way is Way.PULL:
             return Carried(0), digest
         carried = carry(

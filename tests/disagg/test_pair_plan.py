@@ -3,6 +3,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvconnect.disagg.blocks import Packer
+from kvconnect.disagg.checksum import checksum
 from kvconnect.disagg.pair_plan import plan_pair
 from kvconnect.disagg.pairs import shares
 from kvconnect.errors import LayoutError, PageIndexError
@@ -11,8 +13,34 @@ from tests.disagg.fleet import Fleet, expected, fill, move, rows_of, u64
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 
 
+def by_runs(plan, source, target, src_pages, dst_pages):
+    a, b, n = plan.expand(src_pages, dst_pages)
+    source.pool.table.locate(a, n)
+    target.pool.table.locate(b, n)
+    move(a, b, n)
+
+
+def by_packing(plan, source, target, src_pages, dst_pages):
+    """Through a packed buffer, a few pieces at a time."""
+    pack = Packer(plan.blocks, [b.source for b in plan.blocks], source.pool.regions)
+    unpack = Packer(plan.blocks, [b.target for b in plan.blocks], target.pool.regions)
+    assert pack.nbytes == plan.piece_nbytes
+    pieces = plan.pieces(src_pages, dst_pages)
+    for first in range(0, pieces, 3):
+        buffer = np.zeros(min(3, pieces - first) * pack.nbytes, dtype=np.uint8)
+        pack.pack(src_pages, first, buffer)
+        unpack.unpack(dst_pages, first, buffer)
+    digest = checksum(pack, src_pages, pieces)
+    assert digest == checksum(unpack, dst_pages, pieces)
+
+
 def transfer(prefill, decode, tokens, seed=0):
-    """Move `tokens` tokens between two fleets by plans; return the two lists of sides."""
+    """Move `tokens` tokens between two fleets, by runs and by packing, and look at the result."""
+    for carry in (by_runs, by_packing):
+        transfer_by(carry, prefill, decode, tokens, seed)
+
+
+def transfer_by(carry, prefill, decode, tokens, seed):
     rng = np.random.default_rng(seed)
     sources, targets = prefill.sides(), decode.sides()
     src_pages = rng.permutation(prefill.pages)[: -(-tokens // prefill.page_size)]
@@ -23,10 +51,7 @@ def transfer(prefill, decode, tokens, seed=0):
     for side in targets:
         for share in shares([s.placement for s in sources], side.placement):
             plan = plan_pair(sources[share.source], side, share.part)
-            a, b, n = plan.expand(u64(src_pages), u64(dst_pages))
-            sources[share.source].pool.table.locate(a, n)
-            side.pool.table.locate(b, n)
-            move(a, b, n)
+            carry(plan, sources[share.source], side, u64(src_pages), u64(dst_pages))
     check(targets, dst_pages, tokens, before)
 
 
@@ -132,6 +157,23 @@ def rounded(tokens, a, b):
     """Tokens up to a whole piece: what a partly filled last piece holds is not defined."""
     piece = int(np.gcd(a, b))
     return -(-tokens // piece) * piece
+
+
+def test_a_checksum_sees_every_byte():
+    fleet = Fleet("page_head", 1, 4, 3, (2,), 2, (4, None))
+    source, target = fleet.sides()[0], fleet.sides()[0]
+    fill(source, u64([1]), 4)
+    plan = plan_pair(source, target, target.placement)
+    packer = Packer(plan.blocks, [b.source for b in plan.blocks], source.pool.regions)
+    first = checksum(packer, u64([1]), 1)
+    for component in "kv":
+        view = source.pool.array(component)
+        for index in np.ndindex(view.shape[1:]):
+            view[(1, *index)] ^= 1
+            assert checksum(packer, u64([1]), 1) != first
+            view[(1, *index)] ^= 1
+        view[2] ^= 1
+    assert checksum(packer, u64([1]), 1) == first
 
 
 def plan_of(prefill, decode):
