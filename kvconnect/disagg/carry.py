@@ -65,17 +65,17 @@ def carry(
     under_way: deque[PeerTransfer] = deque()
     confirmed, failure = 0, None
     for part in batches(runs, transport.capabilities, batch_bytes):
-        if (failure := _stopped(until, stop)) is not None:
+        if (failure := stopped(until, stop)) is not None:
             break
         under_way.append(transport.submit(peer, way, part, until - time.monotonic()))
         if len(under_way) >= _DEPTH:
-            outcome = _finish(under_way.popleft(), until, stop, under_way)
+            outcome = _next(under_way, until, stop)
             confirmed += outcome.nbytes
             if not outcome.ok:
                 failure = outcome
                 break
     while failure is None and under_way:
-        outcome = _finish(under_way.popleft(), until, stop, under_way)
+        outcome = _next(under_way, until, stop)
         confirmed += outcome.nbytes
         failure = None if outcome.ok else outcome
     for transfer in under_way:
@@ -83,7 +83,8 @@ def carry(
     return Carried(confirmed, failure, tuple(t for t in under_way if not t.done()))
 
 
-def _stopped(until: float, stop: threading.Event) -> PeerOutcome | None:
+def stopped(until: float, stop: threading.Event) -> PeerOutcome | None:
+    """Return why not to go on, or None."""
     if stop.is_set():
         return PeerOutcome(PeerStatus.CANCELLED, 0, "cancelled")
     if time.monotonic() >= until:
@@ -91,14 +92,21 @@ def _stopped(until: float, stop: threading.Event) -> PeerOutcome | None:
     return None
 
 
-def _finish(
-    transfer: PeerTransfer, until: float, stop: threading.Event, under_way: deque[PeerTransfer]
-) -> PeerOutcome:
-    """Wait for one transfer; a failure puts it back, since it may not be quiet."""
+def finish(transfer: PeerTransfer, until: float, stop: threading.Event) -> PeerOutcome | None:
+    """Wait until a transfer is quiet; None where the deadline or `stop` came first."""
     while True:
         outcome = transfer.wait(max(min(until - time.monotonic(), _POLL_SECONDS), 0))
         if transfer.done():
             return outcome
-        if (failure := _stopped(until, stop)) is not None:
-            under_way.append(transfer)
-            return failure
+        if stopped(until, stop) is not None:
+            return None
+
+
+def _next(under_way: deque[PeerTransfer], until: float, stop: threading.Event) -> PeerOutcome:
+    """Wait for the oldest transfer; one that is not quiet goes back to the others."""
+    transfer = under_way.popleft()
+    outcome = finish(transfer, until, stop)
+    if outcome is None:
+        under_way.append(transfer)
+        return stopped(until, stop) or PeerOutcome(PeerStatus.CANCELLED, 0, "cancelled")
+    return outcome

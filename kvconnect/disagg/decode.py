@@ -18,9 +18,12 @@ from kvconnect.disagg.carry import Carried, carry
 from kvconnect.disagg.checksum import checksum
 from kvconnect.disagg.conform import Side, common_slots
 from kvconnect.disagg.endpoint import Endpoint, PeerRank
-from kvconnect.disagg.intake import Intake, Receiving
+from kvconnect.disagg.handshake import check_slots
+from kvconnect.disagg.inbound import Inbound
+from kvconnect.disagg.intake import Heap, Intake, Receiving
 from kvconnect.disagg.messages import (
     Abort,
+    Back,
     Envelope,
     Grant,
     Hello,
@@ -29,7 +32,9 @@ from kvconnect.disagg.messages import (
     Quiet,
     Ready,
     Refused,
+    Staged,
     Taken,
+    Want,
     pack_pages,
     unpack_pages,
 )
@@ -52,6 +57,7 @@ class DecodeEndpoint(Endpoint):
         self._receivings: dict[str, Receiving] = {}
         self._waiting: dict[str, tuple[threading.Event, list[Any]]] = {}
         super().__init__(*args, **options)
+        self._inbound = Inbound(self, self._find, self._fail, self._emptied)
 
     def connect(self, addresses: Sequence[str], timeout: float | None = None) -> None:
         """Meet all ranks of the prefill instance, in any order; again after one restarted.
@@ -137,7 +143,7 @@ class DecodeEndpoint(Endpoint):
             placements = [peer.side.placement for peer in here.values()]
             shares(placements, self.side.placement)
             for peer in here.values():
-                self._check_slots(receiving, peer)
+                check_slots(receiving.slots, peer.side.pool, self.side.pool)
         except KVConnectError as error:
             self._fail(receiving, str(error))
             return
@@ -151,14 +157,6 @@ class DecodeEndpoint(Endpoint):
         )
         for peer in here.values():
             self.send_to(peer, grant)
-
-    def _check_slots(self, receiving: Receiving, peer: PeerRank) -> None:
-        piece = common_slots(peer.side.pool, self.side.pool)
-        if receiving.slots % piece:
-            raise ConfigError(
-                f"slots={receiving.slots} is no multiple of {piece}, the slots common to pages "
-                f"of {peer.side.pool.page_size} and {self.side.pool.page_size}"
-            )
 
     def _held(self) -> set[int]:
         return {
@@ -231,10 +229,13 @@ class DecodeEndpoint(Endpoint):
         if isinstance(message, Refused):
             self._answer(peer.route, ConfigError(f"{peer} refuses: {message.reason}"))
             return
-        receiving = self._receivings.get(getattr(message, "request", ""))
-        intake = receiving.intakes.get(peer.generation) if receiving is not None else None
-        if receiving is None or intake is None:
+        if isinstance(message, (Want, Staged, Back)):
+            self._inbound.on_message(peer, message)
             return
+        found = self._find(peer, getattr(message, "request", ""))
+        if found is None:
+            return
+        receiving, intake = found
         if isinstance(message, Quiet):
             intake.quiet = True
         elif isinstance(message, Abort):
@@ -245,11 +246,20 @@ class DecodeEndpoint(Endpoint):
             except KVConnectError as error:
                 self._fail(receiving, str(error))
 
+    def _find(self, peer: PeerRank, request_id: str) -> tuple[Receiving, Intake] | None:
+        receiving = self._receivings.get(request_id)
+        intake = receiving.intakes.get(peer.generation) if receiving is not None else None
+        return None if receiving is None or intake is None else (receiving, intake)
+
     def _progress(self, receiving: Receiving, intake: Intake, message: Message) -> None:
         if isinstance(message, Moved) and receiving.way is Way.PULL:
             # The prefill side confirms that its pages were still the request's.
             intake.complete = intake.look()
             self._look(receiving)
+        elif isinstance(message, Moved) and message.packed:
+            intake.check(message.layers)
+            intake.heaps.setdefault(message.layers, Heap()).moved = message
+            self._emptied(receiving, intake, message.layers)
         elif isinstance(message, Moved):
             intake.expects(message.layers)
             self._in_worker(receiving, intake, message.layers, None, message)
@@ -257,6 +267,22 @@ class DecodeEndpoint(Endpoint):
             intake.expects(message.layers)
             pages = check_page_ids(unpack_pages(message.pages), intake.peer.side.pool.pages)
             self._in_worker(receiving, intake, message.layers, pages, message)
+
+    def _emptied(self, receiving: Receiving, intake: Intake, layers: Layers) -> None:
+        """Count packed layers in once all pieces are unpacked and the last word is here."""
+        heap = intake.heaps[layers]
+        if heap.moved is None or heap.unpacking:
+            return
+        pieces = receiving.slots // common_slots(intake.peer.side.pool, self.side.pool)
+        if heap.pieces != pieces:
+            self._fail(receiving, f"layers {layers}: {heap.pieces} of {pieces} pieces came")
+            return
+        try:
+            intake.expects(layers)
+        except KVConnectError as error:
+            self._fail(receiving, str(error))
+            return
+        self._in_worker(receiving, intake, layers, None, heap.moved)
 
     def _in_worker(
         self,
@@ -346,9 +372,14 @@ class DecodeEndpoint(Endpoint):
 
     def on_lost(self, peer: PeerRank) -> None:
         """Fail every request that a lost rank takes part in."""
+        self._inbound.lender.forget(peer.generation)
         for receiving in list(self._receivings.values()):
             if peer.generation in receiving.intakes:
                 self._fail(receiving, f"{peer} was lost: {peer.lost}")
+
+    def on_gone(self, peer: PeerRank) -> None:
+        """Take back the slots of a rank that can write no more."""
+        self._inbound.gone(peer)
 
     def on_tick(self, now: float) -> None:
         """Fail what is past its deadline; give back pages that nothing can reach any more."""

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from kvconnect.attach import as_pool, check_identity, registration_chunks
 from kvconnect.backend import Closing
@@ -28,8 +28,9 @@ from kvconnect.disagg.handshake import check_sides
 from kvconnect.disagg.keys import Keys
 from kvconnect.disagg.messages import Envelope, Hello, Message, Ping
 from kvconnect.disagg.pair_plan import PairPlan, plan_pair
+from kvconnect.disagg.ring import Ring
 from kvconnect.disagg.transport import Peer, PeerTransport
-from kvconnect.disagg.wire import from_data, to_data
+from kvconnect.disagg.wire import RegionData, from_data, to_data
 from kvconnect.errors import ClosedError, ConfigError, KVConnectError
 from kvconnect.identity import Identity
 from kvconnect.placement import Placement, Span
@@ -55,12 +56,18 @@ class EndpointOptions:
     batch_bytes: Bytes = 64 << 20
     """Most bytes in one transport batch; two of a request are under way at a time."""
     workers: int = 2
+    staging: Bytes = 256 << 20
+    """Memory for packed pieces, registered once; when it is full senders wait."""
+    slot: Bytes = 8 << 20
+    """Bytes of a staging slot."""
+    stage: Literal["auto", "always", "never"] = "auto"
+    """Prefill side: send packed where that is computed to be faster, or as told."""
     min_slots: int = 1
     """Fewest slots that a piece common to both page sizes may have."""
 
     def __post_init__(self) -> None:
         """Check ranges; `ConfigError` names the option."""
-        for name in ("timeout", "ping", "peer_timeout", "batch_bytes"):
+        for name in ("timeout", "ping", "peer_timeout", "batch_bytes", "staging", "slot"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be above 0 and finite")
         for name in ("ranks", "workers", "min_slots"):
@@ -117,6 +124,9 @@ class Endpoint(Closing):
         self._pinged = 0.0
         regions = registration_chunks(self.side.pool, None, transport.capabilities.max_region_bytes)
         with contextlib.ExitStack() as undo:
+            memory = transport.allocate(self.options.staging, "staging")
+            self.ring = undo.enter_context(Ring(memory, self.options.slot))
+            regions.append(self.ring.region)
             self._registration = undo.enter_context(transport.register(regions))
             self._workers = ThreadPoolExecutor(self.options.workers, "kvconnect-move")
             undo.callback(self._workers.shutdown, wait=False)
@@ -125,6 +135,7 @@ class Endpoint(Closing):
 
     def hello(self) -> Hello:
         """Describe this rank to a peer."""
+        ring = self.ring.region
         return Hello(
             role="prefill" if self.role == "prefill" else "decode",
             name=self.options.name,
@@ -134,6 +145,8 @@ class Endpoint(Closing):
             side=to_data(self.side),
             transport=self.transport.name,
             metadata=self.transport.describe(),
+            staging=RegionData(ring.name, ring.address, ring.nbytes, ring.device),
+            slot_bytes=self.ring.slot_bytes,
         )
 
     def meet(self, route: str, generation: str, hello: Hello) -> PeerRank:
@@ -154,8 +167,10 @@ class Endpoint(Closing):
         check_sides(source, target, min_slots=self.options.min_slots)
         link = self.transport.connect(hello.metadata, self.options.timeout)
         try:
-            for region in theirs.pool.regions:
-                _check_granted(link, region.address, region.nbytes, region.name)
+            staging = hello.staging
+            granted = [(r.address, r.nbytes, r.name) for r in theirs.pool.regions]
+            for region in (*granted, (staging.address, staging.nbytes, staging.name)):
+                _check_granted(link, *region)
         except BaseException:
             link.close()
             raise
@@ -243,6 +258,9 @@ class Endpoint(Closing):
         """Handle the loss of a peer."""
         raise NotImplementedError
 
+    def on_gone(self, peer: PeerRank) -> None:
+        """Handle that a lost peer can surely touch nothing any more."""
+
     def _on_tick(self) -> None:
         now = time.monotonic()
         ping = now - self._pinged >= self.options.ping
@@ -264,12 +282,17 @@ class Endpoint(Closing):
         if not peer.link.alive():
             peer.link.close()
             del self.peers[peer.generation]
+            self.on_gone(peer)
 
     def lose(self, peer: PeerRank, reason: str) -> None:
         """Count a peer as lost: its requests fail, its generation is never heard again."""
         peer.lost = reason
         log.warning("kvconnect: %s lost %s: %s", self.options.name, peer, reason)
         self.on_lost(peer)
+
+    def post(self, work: Callable[[], None]) -> None:
+        """Have the channel's thread call `work` soon; `ClosedError` after `close`."""
+        self._channel.post(work)
 
     def in_thread(self, work: Callable[[], Any], timeout: float = 10.0) -> Any:
         """Run `work` in the channel's thread and return what it returned."""
@@ -308,6 +331,7 @@ class Endpoint(Closing):
         for peer in self.peers.values():
             peer.link.close()
         self._registration.close()
+        self.ring.close()
 
     def on_close(self) -> None:
         """Channel thread: fail what is under way."""

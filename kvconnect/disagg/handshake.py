@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from kvconnect.disagg.conform import Side, check_components, common_slots
 from kvconnect.errors import ConfigError, LayoutError
 from kvconnect.identity import Identity
+from kvconnect.pool import Pool
 
 _PLACED = {"object_layout", "page_size"}
 """Fields of an identity that say how bytes are stored, not what they mean."""
@@ -50,6 +51,16 @@ def check_sides(source: Side, target: Side, *, min_slots: int = 1) -> None:
         raise ConfigError(
             f"source {source.pool.label!r} and target {target.pool.label!r} do not fit: "
             f"{'; '.join(wrong)}"
+        )
+
+
+def check_slots(slots: int, source: Pool, target: Pool) -> None:
+    """Raise `ConfigError` unless `slots` are whole pieces of both page sizes."""
+    piece = common_slots(source, target)
+    if slots % piece:
+        raise ConfigError(
+            f"slots={slots} is no multiple of {piece}, the slots common to pages of "
+            f"{source.page_size} and {target.page_size}"
         )
 
 

@@ -6,10 +6,20 @@ import threading
 from dataclasses import dataclass, field
 
 from kvconnect.disagg.endpoint import PeerRank
+from kvconnect.disagg.messages import Moved
 from kvconnect.disagg.orders import Layers
 from kvconnect.disagg.requests import Request
 from kvconnect.disagg.transport import PeerTransfer, Way
 from kvconnect.errors import ConfigError
+
+
+@dataclass(eq=False)
+class Heap:
+    """Packed pieces of some layers: how many have come, are being unpacked, and the last word."""
+
+    pieces: int = 0
+    unpacking: int = 0
+    moved: Moved | None = None
 
 
 @dataclass(eq=False)
@@ -21,17 +31,22 @@ class Intake:
     checking: int = 0
     nbytes: int = 0
     lingering: list[PeerTransfer] = field(default_factory=list)
+    heaps: dict[Layers, Heap] = field(default_factory=dict)
     complete: bool = False
     quiet: bool = False
 
     def expects(self, layers: Layers) -> None:
         """Count layers in; `ConfigError` where they are not this share's, or came before."""
+        self.check(layers)
+        self.layers.append(layers)
+
+    def check(self, layers: Layers) -> None:
+        """Raise `ConfigError` where layers are not this share's, or came before."""
         part = self.peer.part
         if part is None or not (part.layers.start <= layers[0] < layers[1] <= part.layers.stop):
             raise ConfigError(f"layers {layers} are not what {self.peer} was to move")
         if any(a < layers[1] and layers[0] < b for a, b in self.layers):
             raise ConfigError(f"layers {layers} came twice from {self.peer}")
-        self.layers.append(layers)
 
     def look(self) -> bool:
         """Tell whether all layers are here and checked."""

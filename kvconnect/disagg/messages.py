@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 import numpy as np
 
-from kvconnect.disagg.wire import Count, SideData, Text
+from kvconnect.disagg.wire import Count, RegionData, SideData, Text
 from kvconnect.errors import ConfigError
 from kvconnect.page_index import U64
 
@@ -41,6 +41,9 @@ class Hello(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     side: SideData
     transport: Text
     metadata: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
+    staging: RegionData
+    """Where packed pieces may be put, in slots of `slot_bytes`."""
+    slot_bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -71,6 +74,8 @@ class Moved(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     layers: LayerRange
     nbytes: Count
     checksum: Annotated[bytes, msgspec.Meta(max_length=16)] | None
+    packed: bool = False
+    """Whether they came in `Staged` slots, all of which were announced before."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -102,13 +107,57 @@ class Quiet(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     request: RequestId
 
 
+class Want(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Prefill to decode: a job of mine could use so many of your staging slots."""
+
+    claim: Count
+    count: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+
+
+class Lent(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Decode to prefill: this slot is that job's until it says `Staged` or `Back`."""
+
+    claim: Count
+    slot: Count
+
+
+class Staged(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Prefill to decode: pieces [first, first + pieces) of these layers lie in a slot, packed."""
+
+    request: RequestId
+    layers: LayerRange
+    first: Count
+    pieces: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
+    slot: Count
+
+
+class Back(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Prefill to decode: a slot was not needed; nothing of mine touches it any more."""
+
+    slot: Count
+
+
 class Ping(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """I am alive; `answer` asks for one back."""
 
     answer: bool
 
 
-Message = Hello | Refused | Grant | Moved | Ready | Taken | Abort | Quiet | Ping
+Message = (
+    Hello
+    | Refused
+    | Grant
+    | Moved
+    | Ready
+    | Taken
+    | Abort
+    | Quiet
+    | Want
+    | Lent
+    | Staged
+    | Back
+    | Ping
+)
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

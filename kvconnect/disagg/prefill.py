@@ -13,15 +13,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvconnect.disagg.carry import Carried, carry
-from kvconnect.disagg.checksum import checksum
-from kvconnect.disagg.conform import Side, common_slots
+from kvconnect.disagg.conform import Side
 from kvconnect.disagg.endpoint import Endpoint, PeerRank
 from kvconnect.disagg.messages import (
     Abort,
+    Back,
     Envelope,
     Grant,
     Hello,
+    Lent,
     Message,
     Moved,
     Quiet,
@@ -31,9 +31,10 @@ from kvconnect.disagg.messages import (
     pack_pages,
 )
 from kvconnect.disagg.orders import Layers, Order, pages_for
+from kvconnect.disagg.outbound import Outbound, Sent
 from kvconnect.disagg.pairs import share_of
 from kvconnect.disagg.requests import Request, RequestState
-from kvconnect.disagg.transport import Runs, Way
+from kvconnect.disagg.transport import Way
 from kvconnect.errors import ConfigError
 from kvconnect.page_index import U64
 from kvconnect.placement import Placement
@@ -60,6 +61,7 @@ class PrefillEndpoint(Endpoint):
         self._orders: dict[str, dict[str, Order]] = {}
         self._ended: dict[str, tuple[str, float]] = {}
         super().__init__(*args, **options)
+        self._outbound = Outbound(self)
 
     def listen(self, address: str = "tcp://127.0.0.1:*") -> str:
         """Take connections at `address`; returns it with the port in use."""
@@ -149,6 +151,8 @@ class PrefillEndpoint(Endpoint):
             self._fail(message.request, f"{peer} gave up: {message.reason}", by=peer)
         elif isinstance(message, Taken):
             self._taken(peer, message)
+        elif isinstance(message, Lent) and not self._outbound.lend(message.claim, message.slot):
+            self.send_to(peer, Back(message.slot))
 
     def _granted(self, peer: PeerRank, grant: Grant) -> None:
         orders = self._orders.setdefault(grant.request, {})
@@ -186,58 +190,36 @@ class PrefillEndpoint(Endpoint):
         order.jobs += 1
         until = min(sending.until, order.until)
 
-        def work() -> tuple[Carried, bytes | None]:
-            return self._move(sending, order, layers, until)
+        def work() -> Sent:
+            return self._outbound.move(sending.request_id, sending.pages, order, layers, until)
 
-        def ended(result: tuple[Carried, bytes | None] | None, error: Exception | None) -> None:
+        def ended(sent: Sent | None, error: Exception | None) -> None:
             order.jobs -= 1
-            if result is None:
+            if sent is None:
                 self._fail(sending.request_id, f"moving layers {layers}: {error}")
                 return
-            carried, digest = result
-            order.lingering += carried.lingering
-            if carried.failure is not None:
-                self._fail(sending.request_id, f"layers {layers}: {carried.failure.cause}")
+            order.lingering += sent.carried.lingering
+            if sent.carried.failure is not None:
+                self._fail(sending.request_id, f"layers {layers}: {sent.carried.failure.cause}")
             else:
-                self._arrived(sending, order, layers, carried.nbytes, digest)
+                moved = Moved(
+                    sending.request_id, layers, sent.carried.nbytes, sent.checksum, sent.packed
+                )
+                self._arrived(sending, order, moved)
 
         self.later(work, ended)
 
-    def _move(
-        self, sending: Sending, order: Order, layers: Layers, until: float
-    ) -> tuple[Carried, bytes | None]:
-        """Worker: expand the plan, hash, and push (a pull only needs the hash)."""
-        plan = self.plan(order.peer, *layers)
-        pieces = order.slots // common_slots(self.side.pool, order.peer.side.pool)
-        local, remote, nbytes = plan.expand(sending.pages, order.pages, pieces)
-        digest = None
-        if order.checksum:
-            digest = checksum(self.packer(plan), sending.pages, pieces)
-        if order.way is Way.PULL:
-            return Carried(0), digest
-        carried = carry(
-            self.transport,
-            order.peer.link,
-            Way.PUSH,
-            Runs(local, remote, nbytes),
-            batch_bytes=self.options.batch_bytes,
-            until=until,
-            stop=order.stop,
-        )
-        return carried, digest
-
-    def _arrived(
-        self, sending: Sending, order: Order, layers: Layers, nbytes: int, digest: bytes | None
-    ) -> None:
+    def _arrived(self, sending: Sending, order: Order, moved: Moved) -> None:
         if sending.state is not RequestState.UNDER_WAY or order.aborted:
             return
         if order.way is Way.PULL:
-            ready = Ready(sending.request_id, layers, pack_pages(sending.pages), digest)
+            pages = pack_pages(sending.pages)
+            ready = Ready(sending.request_id, moved.layers, pages, moved.checksum)
             self.send_to(order.peer, ready)
             return
-        sending.nbytes += nbytes
-        order.done(layers)
-        self.send_to(order.peer, Moved(sending.request_id, layers, nbytes, digest))
+        sending.nbytes += moved.nbytes
+        order.done(moved.layers)
+        self.send_to(order.peer, moved)
         self._look(sending)
 
     def _taken(self, peer: PeerRank, taken: Taken) -> None:

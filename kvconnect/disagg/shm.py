@@ -29,11 +29,12 @@ from kvconnect.disagg.transport import (
     Way,
 )
 from kvconnect.errors import ClosedError, ConfigError, RegistrationError, UnavailableError
+from kvconnect.hostmem import HostMemory, allocate
 from kvconnect.hostpool import HostPool
 from kvconnect.region import Region, RegionTable
 from kvconnect.registrations import Registrations
 
-CAPABILITIES = PeerCapabilities(max_bytes=256 << 20, run_seconds=3e-8, byte_seconds=2.5e-10)
+CAPABILITIES = PeerCapabilities(max_bytes=256 << 20, run_seconds=8e-7, byte_seconds=1e-10)
 MAX_GRANTS = 200
 """A message takes at most 253 descriptors (SCM_MAX_FD)."""
 
@@ -91,6 +92,15 @@ class ShmTransport(Closing):
         """Register local memory; `RegistrationError` where it overlaps what is there."""
         self._check_open()
         return self._registrations.add(regions)
+
+    def allocate(self, nbytes: int, label: str) -> HostMemory:
+        """Allocate a memfd; peers that connect from now on get it."""
+        self._check_open()
+        memory = allocate(nbytes, label, shared=True, pin=False)
+        if memory.fd is not None:
+            self._shared.append(Shared(memory.address, memory.nbytes, memory.fd))
+            self._listener.offer(memory.fd)
+        return memory
 
     @property
     def regions(self) -> tuple[Region, ...]:

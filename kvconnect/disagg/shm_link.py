@@ -148,6 +148,10 @@ class Listener(Closing):
             self._links = [link for link in self._links if link.alive()]
             self._links.append(Link(connection, ()))
 
+    def offer(self, fd: int) -> None:
+        """Hand one more descriptor to whoever connects from now on."""
+        self._fds.append(fd)
+
     def attached(self) -> int:
         """Return how many other processes can still touch the memory."""
         with self._lock:

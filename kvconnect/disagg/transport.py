@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from kvconnect.backend import Closable, Registration
 from kvconnect.errors import ConfigError
+from kvconnect.hostmem import HostMemory
 from kvconnect.region import Region, RegionTable
 
 
@@ -158,6 +159,9 @@ class PeerTransport(Closable, Protocol):
 
     def register(self, regions: Sequence[Region]) -> Registration:
         """Register local memory, all or nothing; refcounted. `RegistrationError` on failure."""
+
+    def allocate(self, nbytes: int, label: str) -> HostMemory:
+        """Allocate host memory that peers can reach once it is registered."""
 
     def describe(self) -> bytes:
         """Return what a peer needs to connect: generation, how to reach us, granted regions."""

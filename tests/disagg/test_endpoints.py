@@ -19,9 +19,11 @@ DECODE = Fleet("page_head", 4, 8, 9, (3,), 4, (8, 4))
 SRC, DST, TOKENS = u64([3, 0, 5, 1, 2]), u64([8, 2, 4]), 20
 
 
-@pytest.fixture
-def cluster():
-    with Cluster(PREFILL, DECODE) as cluster:
+@pytest.fixture(params=["never", "always"])
+def cluster(request):
+    """Runs sent one by one, and packed: what is promised is the same."""
+    options = {"stage": request.param, "staging": 64 << 10, "slot": 2048}
+    with Cluster(PREFILL, DECODE, **options) as cluster:
         for side in cluster.sources:
             fill(side, SRC, TOKENS)
         cluster.connect().blank()

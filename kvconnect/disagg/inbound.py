@@ -1,0 +1,98 @@
+"""Decode side: lending staging slots to prefill ranks, and unpacking what they put in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvconnect.disagg.conform import common_slots
+from kvconnect.disagg.endpoint import Endpoint, PeerRank
+from kvconnect.disagg.intake import Heap, Intake, Receiving
+from kvconnect.disagg.messages import Back, Lent, Staged, Want
+from kvconnect.disagg.orders import Layers
+from kvconnect.disagg.requests import RequestState
+from kvconnect.disagg.ring import Lender
+from kvconnect.errors import ConfigError, KVConnectError
+
+
+class Inbound:
+    """The slots of one decode rank. Used in the channel's thread; unpacking is for the workers."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        find: Callable[[PeerRank, str], tuple[Receiving, Intake] | None],
+        fail: Callable[[Receiving, str], None],
+        emptied: Callable[[Receiving, Intake, Layers], None],
+    ) -> None:
+        """`find` a request, `fail` it, and hear that a slot of it was `emptied`."""
+        self.lender = Lender(endpoint.ring)
+        self._endpoint, self._find, self._fail, self._emptied = endpoint, find, fail, emptied
+
+    def on_message(self, peer: PeerRank, message: Want | Staged | Back) -> None:
+        """Lend slots in turn, and take them back: filled, or not needed."""
+        if isinstance(message, Want):
+            self.lender.want(peer.generation, message.claim, message.count)
+        else:
+            self.lender.take_back(peer.generation, message.slot)
+            if isinstance(message, Back) or not self._unpack(peer, message):
+                self.lender.ring.give(message.slot)
+        self._pump()
+
+    def gone(self, peer: PeerRank) -> None:
+        """Take back the slots of a rank that can write no more."""
+        self.lender.reclaim(peer.generation)
+        self._pump()
+
+    def _pump(self) -> None:
+        for generation, claim, slot in self.lender.pump():
+            self._endpoint.send_to(self._endpoint.peers[generation], Lent(claim, slot))
+
+    def _unpack(self, peer: PeerRank, message: Staged) -> bool:
+        """Empty a slot into pages in a worker; False where nobody waits for it."""
+        found = self._find(peer, message.request)
+        if found is None or found[0].state is not RequestState.UNDER_WAY:
+            return False
+        receiving, intake = found
+        try:
+            heap = self._count(receiving, intake, message)
+        except KVConnectError as error:
+            self._fail(receiving, f"{peer} sent what cannot be: {error}")
+            return False
+        heap.unpacking += 1
+        intake.checking += 1
+        endpoint = self._endpoint
+
+        def work() -> None:
+            packer = endpoint.packer(endpoint.plan(peer, *message.layers))
+            buffer = endpoint.ring.buffer(message.slot, packer.nbytes * message.pieces)
+            packer.unpack(receiving.pages, message.first, buffer)
+
+        def ended(_: None, error: Exception | None) -> None:
+            heap.unpacking -= 1
+            intake.checking -= 1
+            self.lender.ring.give(message.slot)
+            self._pump()
+            if error is not None:
+                self._fail(receiving, f"unpacking layers {message.layers}: {error}")
+            elif receiving.state is RequestState.UNDER_WAY:
+                self._emptied(receiving, intake, message.layers)
+
+        endpoint.later(work, ended)
+        return True
+
+    def _count(self, receiving: Receiving, intake: Intake, message: Staged) -> Heap:
+        """Count pieces in; `ConfigError` unless they follow those that came before."""
+        endpoint, peer = self._endpoint, intake.peer
+        intake.check(message.layers)
+        heap = intake.heaps.setdefault(message.layers, Heap())
+        total = receiving.slots // common_slots(peer.side.pool, endpoint.side.pool)
+        after = message.first + message.pieces
+        if message.first != heap.pieces or after > total:
+            raise ConfigError(
+                f"pieces [{message.first}, {after}) of {total} after {heap.pieces} of them"
+            )
+        nbytes = endpoint.plan(peer, *message.layers).piece_nbytes * message.pieces
+        if nbytes > endpoint.ring.slot_bytes:
+            raise ConfigError(f"{nbytes} B in a slot of {endpoint.ring.slot_bytes} B")
+        heap.pieces = after
+        return heap

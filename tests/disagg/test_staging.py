@@ -1,0 +1,157 @@
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from kvconnect.disagg.messages import Back, Staged, Want
+from kvconnect.disagg.pair_plan import plan_pair
+from kvconnect.disagg.ring import Lender, Ring
+from kvconnect.disagg.staged import choose
+from kvconnect.disagg.transport import PeerCapabilities
+from kvconnect.errors import ConfigError
+from kvconnect.hostmem import allocate
+from tests.disagg.endpoints import Cluster
+from tests.disagg.fleet import Fleet, fill, u64
+
+PREFILL = Fleet("page_first", 2, 4, 40, (4,), 4, (8, 4))
+DECODE = Fleet("layer_first", 4, 4, 40, (2, 2), 4, (8, 4))
+PIECE = 4 * 2 * 1 * 12 * 2
+"""Bytes of a piece of one pair: slots x layers x heads x dims of K and V x itemsize."""
+
+
+def until(condition, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def cluster_with(slots, pieces_per_slot=1, **options):
+    slot = PIECE * pieces_per_slot
+    return Cluster(PREFILL, DECODE, stage="always", staging=slot * slots, slot=slot, **options)
+
+
+def slots_at_rest(cluster):
+    ends = cluster.prefills + cluster.decodes
+    return all(end.ring.free == end.ring.slots for end in ends)
+
+
+@pytest.mark.parametrize(("slots", "pieces"), [(2, 1), (2, 3), (8, 4)])
+def test_more_pieces_than_slots_arrive_in_order(slots, pieces):
+    src, dst = u64(np.arange(30)[::-1].copy()), u64(np.arange(5, 35))
+    with cluster_with(slots, pieces) as cluster:
+        for side in cluster.sources:
+            fill(side, src, 120)
+        cluster.connect().blank()
+        going = [p.send("r", src) for p in cluster.prefills]
+        going += [d.receive("r", dst) for d in cluster.decodes]
+        assert all(r.wait().ok for r in going), going
+        assert all(cluster.holds(dst, 120))
+        until(lambda: slots_at_rest(cluster))
+
+
+def test_when_the_memory_is_full_senders_wait_and_nothing_fails():
+    with cluster_with(2, timeout=20) as cluster:
+        for side in cluster.sources:
+            fill(side, u64(range(40)), 160)
+        cluster.connect().blank()
+        results = []
+
+        def one(number):
+            pages = u64(range(number * 4, number * 4 + 4))
+            name = f"r{number}"
+            going = [p.send(name, pages) for p in cluster.prefills]
+            going += [d.receive(name, pages) for d in cluster.decodes]
+            results.extend(r.wait().ok for r in going)
+
+        threads = [threading.Thread(target=one, args=(n,)) for n in range(8)]
+        [t.start() for t in threads]
+        [t.join() for t in threads]
+        assert results == [True] * 8 * 10
+        assert all(cluster.holds(u64(range(32)), 128))
+        until(lambda: slots_at_rest(cluster))
+
+
+def test_aborted_requests_leave_no_slot_behind():
+    with cluster_with(3) as cluster:
+        for side in cluster.sources:
+            fill(side, u64(range(40)), 160)
+        cluster.connect()
+        for number in range(20):
+            pages = u64(range(40))
+            going = [p.send(f"r{number}", pages) for p in cluster.prefills]
+            got = [d.receive(f"r{number}", pages) for d in cluster.decodes]
+            (cluster.prefills[0] if number % 2 else cluster.decodes[1]).abort(f"r{number}")
+            assert not all(r.wait(5).ok for r in got)
+            assert all(r.quiet(5) for r in going + got)
+        until(lambda: slots_at_rest(cluster))
+
+
+def test_a_closed_prefill_rank_gives_its_slots_back():
+    with cluster_with(2) as cluster:
+        cluster.connect()
+        prefill, decode = cluster.prefills[0], cluster.decodes[0]
+        peer = prefill.peers[decode.generation]
+        prefill.in_thread(lambda: prefill.send_to(peer, Want(77, 2)))
+        # Nobody waits for claim 77, so they come straight back; a lost rank says nothing.
+        until(lambda: decode.ring.free == 2)
+        prefill._outbound.lend = lambda *_: True
+        prefill.in_thread(lambda: prefill.send_to(peer, Want(78, 2)))
+        until(lambda: decode.ring.free == 0)
+        prefill.close()
+        prefill.transport.close()
+        until(lambda: decode.ring.free == 2)
+
+
+@pytest.mark.parametrize("message", [Back(0), Staged("r", (0, 2), 0, 1, 1)])
+def test_slots_that_were_not_lent_are_refused(message):
+    with cluster_with(2) as cluster:
+        cluster.connect()
+        prefill, decode = cluster.prefills[0], cluster.decodes[0]
+        peer = prefill.peers[decode.generation]
+        prefill.in_thread(lambda: prefill.send_to(peer, message))
+        until(lambda: decode.counters().get("refused") == 1)
+        assert decode.ring.free == 2
+
+
+def test_lending_goes_in_turn_and_keeps_count():
+    with Ring(allocate(1 << 16, "staging"), 1 << 14) as ring:
+        lender = Lender(ring)
+        lender.want("a", 1, 100)
+        lender.want("b", 2, 1)
+        assert lender.pump() == [("a", 1, 0), ("a", 1, 1), ("a", 1, 2), ("a", 1, 3)]
+        assert lender.lent == 4
+        with pytest.raises(ConfigError, match="slot 2 is not with this peer"):
+            lender.take_back("b", 2)
+        lender.forget("a")
+        lender.take_back("a", 2)
+        ring.give(2)
+        assert lender.pump() == [("b", 2, 2)]
+        lender.reclaim("a")
+        assert (ring.free, lender.lent) == (3, 1)
+
+
+def test_slots_are_apart_and_inside_the_memory():
+    memory = allocate(10_000, "staging")
+    with Ring(memory, 3000) as ring:
+        assert ring.slots == 3
+        for slot in range(3):
+            ring.buffer(slot, 3000)[:] = slot + 1
+        for slot in range(3):
+            assert set(ring.buffer(slot, 3000)) == {slot + 1}
+            assert ring.region.address <= ring.address(slot) <= ring.region.end - 3000
+    with pytest.raises(ConfigError, match="must hold two"):
+        Ring(allocate(4096, "staging"), 4096)
+
+
+def test_packing_is_chosen_by_what_runs_cost():
+    base = {"tp": 1, "page_size": 16, "pages": 4, "stages": (64,), "heads": 8, "dims": (64, None)}
+    whole, cut = Fleet("page_first", **base).sides()[0], Fleet("page_head", **base).sides()[0]
+    dear = PeerCapabilities(run_seconds=60e-6, byte_seconds=6e-10)
+    free = PeerCapabilities(run_seconds=0, byte_seconds=6e-10)
+    short, long = plan_pair(whole, cut, whole.placement), plan_pair(cut, cut, cut.placement)
+    assert choose(short, 64, dear)[0]
+    assert not choose(long, 64, dear)[0]
+    assert not choose(short, 64, free)[0]
+    assert "runs of 128 B" in choose(short, 64, dear)[1]
