@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -69,5 +70,7 @@ class NegativeCache:
 
 
 def _bound(entries: dict[bytes, Any]) -> None:
-    while len(entries) > MOST:
-        del entries[next(iter(entries))]
+    # All at once: each look for the oldest passes over what was deleted before it, which one by
+    # one took 2 ms for 128 pages.
+    for old in list(islice(entries, max(len(entries) - MOST, 0))):
+        del entries[old]
