@@ -151,6 +151,23 @@ class Capabilities:
     miss whatever it returned. None where objects cannot vanish under a reader."""
 
 
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where the bytes of one object lie, for people who look after a store.
+
+    `offset` and `nbytes` are bytes inside the file or device `path`, a contiguous range.
+    `intact`: whether what lies there is what was stored, None where nothing proves it.
+    `expires`: seconds since 1970, None for never.
+    """
+
+    path: str
+    offset: int
+    nbytes: int
+    intact: bool | None
+    pinned: bool = False
+    expires: float | None = None
+
+
 class Closable(Protocol):
     """Closes twice safely, and is a context manager."""
 
@@ -285,3 +302,11 @@ class SupportsStats(Protocol):
 
     def stats(self) -> dict[str, int | float | str]:
         """Return flat counters and sizes in bytes."""
+
+
+@runtime_checkable
+class SupportsLocate(Protocol):
+    """Objects are ranges of files or devices, which can be named."""
+
+    def locate(self, keys: Sequence[str]) -> list[Location | None]:
+        """Return where each key's bytes are; None where it is absent. May read all of them."""

@@ -8,7 +8,7 @@ no entry points exist; an installed entry point of the same name wins.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import cast
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -22,7 +22,9 @@ Opener = Callable[[str, Mapping[str, str]], Backend]
 
 BUILT_IN = {
     "memory": "kvconnect.memory:open_backend",
+    "nixl+s3": "kvconnect_nixl.s3:open_backend",
     "nvme": "kvconnect_nvme:open_backend",
+    "tiered": "kvconnect.tiered:open_backend",
 }
 
 
@@ -58,12 +60,18 @@ def split_url(url: str) -> tuple[str, str, dict[str, str]]:
 _EXAMPLE = "nvme:///mnt/kv?capacity=200GiB"
 
 
-def open_url(url: str) -> Backend:
+def open_url(url: str | Sequence[str]) -> Backend:
     """Open the store that `url` names; the caller closes it.
+
+    A list of URLs, fastest first, opens them as one tiered store.
 
     Raises `ConfigError` for an unknown scheme or option, `UnavailableError` when the backend's
     library is missing or the store cannot be reached.
     """
+    if not isinstance(url, str):
+        from kvconnect.tiered import open_tiers  # noqa: PLC0415 - it needs this module
+
+        return open_tiers(url)
     scheme, location, options = split_url(url)
     return _load(scheme)(location, options)
 

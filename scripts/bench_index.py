@@ -46,6 +46,9 @@ def probe(folder: str, objects: int) -> dict:
                     raise RuntimeError("wrong answers")
             out[f"exists_8192_{name}_ms"] = statistics.median(times)
             out[f"exists_8192_{name}_first_ms"] = times[0]
+        stats = store.stats()
+        out["presence"] = stats["presence"]
+        out["presence_bytes_per_object"] = stats["presence_bytes"] / objects
         # The index is mapped: its pages belong to the page cache and are shared by all.
         lines = Path("/proc/self/status").read_text().splitlines()
         status = dict(line.split(":", 1) for line in lines)
@@ -74,7 +77,8 @@ def main() -> int:
             done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
             row = json.loads(done.stdout)
             row |= {"index_bytes_per_object": each, "fill_s": seconds}
-            print(json.dumps({k: round(v, 3) for k, v in row.items()}), flush=True)
+            row = {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}
+            print(json.dumps(row), flush=True)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     return 0

@@ -10,10 +10,12 @@ import ctypes
 import mmap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kvconnect.errors import CapacityError, TransferTimeoutError
+from kvconnect.region import Region
+from kvconnect_nvme.engine import NoSlotError
 from kvconnect_nvme.options import BLOCK, down, up
 
 
@@ -44,9 +46,14 @@ class BouncePool:
     slot never waits for another one, so that waiting always ends.
     """
 
-    def __init__(self, limit: int, timeout: float) -> None:
-        """`limit`: bytes of all slots together; `timeout`: seconds to wait for one."""
-        self.limit, self._timeout = down(limit), timeout
+    def __init__(
+        self, limit: int, timeout: float, made: Callable[[Region], object] = lambda _: None
+    ) -> None:
+        """`limit`: bytes of all slots together; `timeout`: seconds to wait for one.
+
+        `made` is told of the memory once, before its first use.
+        """
+        self.limit, self._timeout, self._made = down(limit), timeout, made
         self._memory: memoryview | None = None
         self._base = 0
         self._taken: list[tuple[int, int]] = []
@@ -54,10 +61,11 @@ class BouncePool:
         self.touched = 0
 
     @contextmanager
-    def slot(self, nbytes: int) -> Iterator[Slot]:
+    def slot(self, nbytes: int, *, wait: bool = True) -> Iterator[Slot]:
         """Lend a slot of at least `nbytes`.
 
-        Raises `CapacityError` if the pool is smaller, `TransferTimeoutError` if none came free.
+        Raises `CapacityError` if the pool is smaller, `TransferTimeoutError` if none came free,
+        `NoSlotError` if none is and `wait` is false.
         """
         need = up(nbytes)
         if need > self.limit:
@@ -65,7 +73,7 @@ class BouncePool:
                 f"nvme: {nbytes} B must pass through a bounce buffer, bounce={self.limit} B; "
                 f"raise bounce= or align the memory to {BLOCK} B"
             )
-        offset = self._acquire(need)
+        offset = self._acquire(need, wait=wait)
         try:
             memory = self._memory
             if memory is None:
@@ -74,13 +82,17 @@ class BouncePool:
         finally:
             self._release(offset, need)
 
-    def _acquire(self, need: int) -> int:
+    def _acquire(self, need: int, *, wait: bool) -> int:
         until = time.monotonic() + self._timeout
         with self._changed:
             if self._memory is None:
-                self._memory = aligned(self.limit)
-                self._base = address_of(self._memory)
+                memory = aligned(self.limit)
+                self._base = address_of(memory)
+                self._made(Region("bounce", self._base, self.limit))
+                self._memory = memory
             while (offset := self._find(need)) is None:
+                if not wait:
+                    raise NoSlotError
                 if not self._changed.wait(until - time.monotonic()) and time.monotonic() >= until:
                     raise TransferTimeoutError(
                         f"nvme: no bounce buffer of {need} B came free in {self._timeout} s; "

@@ -12,7 +12,9 @@ from kvconnect.errors import ConfigError
 from kvconnect_nvme import entry as codec
 from kvconnect_nvme import keys as packing
 from kvconnect_nvme.core import Core
+from kvconnect_nvme.index import Index
 from kvconnect_nvme.tables import Session
+from kvconnect_nvme.words import EXPIRES, Words, blocks, words
 
 CHUNK = 2000
 """Keys removed per transaction, so that other writers get their turn."""
@@ -27,12 +29,28 @@ def exists(core: Core, keys: Sequence[str], nbytes: Sequence[int]) -> NDArray[np
     """
     if len(keys) != len(nbytes):
         raise ConfigError(f"nvme: exists got {len(keys)} keys and {len(nbytes)} sizes")
-    packed = packing.pack_all(keys)
+    wanted = np.fromiter(nbytes, dtype=np.uint64, count=len(nbytes))
+    own = packing.own_bytes(keys)
+    packed = packing.pack_all(keys) if own is None else []
     with core.env.read() as session:
-        raws = core.index(session).raw(packed)
+        view = core.env.presence.view(session)
+        if view is None:
+            return _by_entries(core.index(session), packed or packing.pack_all(keys), wanted)
+        seed = view.pending.seed
+        found = view.find(words(blocks(packed, seed) if own is None else own, wanted, seed))
+        out: NDArray[np.bool_] = found > 0
+        # What has an expiry is there only until then, which the entry knows.
+        ask = np.flatnonzero(found & EXPIRES)
+        if len(ask):
+            some = packing.pack_all([keys[i] for i in ask.tolist()])
+            out[ask] = _by_entries(core.index(session), some, wanted[ask])
+    return out
+
+
+def _by_entries(index: Index, packed: list[bytes], wanted: Words) -> NDArray[np.bool_]:
+    raws = index.raw(packed)
     whole = [raw if raw and len(raw) == codec.NBYTES else _NOTHING for raw in raws]
     table = np.frombuffer(b"".join(whole), dtype=codec.DTYPE)
-    wanted = np.array(nbytes, dtype=np.uint64)
     expired = (table["expiry"] > 0) & (table["expiry"] <= codec.now_ms())
     return np.asarray((table["nbytes"] == wanted) & (wanted > 0) & ~expired)
 

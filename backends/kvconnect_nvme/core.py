@@ -15,6 +15,7 @@ from kvconnect.transfers import BatchTransfer
 from kvconnect_nvme import keys
 from kvconnect_nvme.arena import Arena
 from kvconnect_nvme.bounce import BouncePool
+from kvconnect_nvme.builder import Builder
 from kvconnect_nvme.engine import IoEngine
 from kvconnect_nvme.env import IndexEnv
 from kvconnect_nvme.index import Index
@@ -41,6 +42,7 @@ class Core:
     engine: IoEngine
     bounce: BouncePool
     owner_file: Owner
+    builder: Builder
     counts: Counter[str] = field(default_factory=Counter)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -67,7 +69,7 @@ class Job(BatchTransfer):
     """A transfer with the memory it moves and the time it may take."""
 
     def __init__(
-        self, batch: Batch, regions: tuple[Region, ...], alignment: int, seconds: float
+        self, batch: Batch, regions: tuple[Region, ...], alignment: int | None, seconds: float
     ) -> None:
         """Locate the memory; `RegistrationError` if a run is outside `regions`."""
         super().__init__(batch, seconds)

@@ -20,6 +20,7 @@ from kvconnect.backend import Closing
 from kvconnect.errors import ClosedError, ConfigError, CorruptionError, TransferTimeoutError
 from kvconnect_nvme.foreign import mapped
 from kvconnect_nvme.options import Durability
+from kvconnect_nvme.presence import Presence
 from kvconnect_nvme.tables import NAMES, Session, Tables
 
 T = TypeVar("T")
@@ -47,6 +48,7 @@ class IndexEnv(Closing):
     def __init__(self, path: str, durability: Durability, timeout: float) -> None:
         """Open or create; use `attach`. `timeout`: seconds any wait may take."""
         self.path, self.durability, self.timeout = path, durability, timeout
+        self.presence = Presence(path)
         self.users = 0
         self._writer = threading.Lock()
         self._gate = threading.Condition()
@@ -105,13 +107,16 @@ class IndexEnv(Closing):
             try:
                 with self._shared(), self._begin(write=True) as txn:
                     session = Session(txn, self.tables)
+                    self.presence.begin(session)
                     result = change(session)
+                    self.presence.end(session)
                     session.save()
             except lmdb.MapFullError:
                 # A reader that was killed pins every page freed since: let go of it first.
                 if not self._env.reader_check():
                     self._resize(2 * self._info("map_size"))
             else:
+                self.presence.committed()
                 return result
 
     def _begin(self, *, write: bool) -> lmdb.Transaction:
@@ -195,6 +200,7 @@ class IndexEnv(Closing):
                 quiet = self._gate.wait_for(lambda: not self._active, until - time.monotonic())
                 if quiet:
                     self._env.close()
+            self.presence.close()
 
 
 def _reserve(path: str, nbytes: int) -> None:

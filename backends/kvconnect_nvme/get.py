@@ -19,6 +19,7 @@ from kvconnect_nvme.engine import Group
 from kvconnect_nvme.entry import Entry
 from kvconnect_nvme.foreign import status_of, translate
 from kvconnect_nvme.grouping import group
+from kvconnect_nvme.recall import Object, contradicted
 from kvconnect_nvme.tables import Session
 from kvconnect_nvme.work import Loading, Stopped
 
@@ -36,6 +37,7 @@ class _Get:
     job: Job
     found: dict[int, Entry] = field(default_factory=dict)
     damaged: list[int] = field(default_factory=list)
+    missed: list[int] = field(default_factory=list)
     txn: int = 0
 
     @property
@@ -65,6 +67,7 @@ class _Get:
         now = codec.now_ms()
         for i, raw in enumerate(raws):
             if raw is None:
+                self.missed.append(i)
                 self.job.settle(i, Status.ABSENT)
                 continue
             entry = codec.unpack(self.packed[i], raw)
@@ -76,6 +79,7 @@ class _Get:
             elif entry.expired(now):
                 self.job.settle(i, Status.ABSENT, "expired")
             elif entry.nbytes != self.job.memory.sizes[i]:
+                self.missed.append(i)
                 cause = f"{entry.nbytes} B stored, {self.job.memory.sizes[i]} B asked for"
                 self.job.settle(i, Status.SIZE_MISMATCH, cause)
             else:
@@ -132,7 +136,8 @@ class _Get:
 
     def _heal(self, bad: list[int]) -> None:
         """Drop what can never be read again, so that the next store of it repairs it."""
-        if not bad and not self.damaged:
+        phantoms = contradicted(self.core, {self._asked(i): None for i in self.missed})
+        if not bad and not self.damaged and not phantoms:
             return
 
         def drop(session: Session) -> None:
@@ -141,11 +146,17 @@ class _Get:
                 session.counters.healed += index.delete(self.packed[i], self.found[i].seq)
             for i in self.damaged:
                 index.delete_damaged(self.packed[i])
+                index.recall(*self._asked(i))
+            for key, nbytes in phantoms:
+                index.recall(key, nbytes)
 
         try:
             self.core.env.write(drop)
         except Exception as error:  # noqa: BLE001 - the miss is reported all the same
             log.warning("nvme: %d damaged objects could not be dropped: %s", len(bad), error)
+
+    def _asked(self, index: int) -> Object:
+        return self.packed[index], int(self.job.memory.sizes[index])
 
     def _judge(
         self,

@@ -46,6 +46,7 @@ class Index(Extents):
         counters.pinned += entry.pinned
         seq = ONE.pack(entry.seq)
         session.txn.put(key, entry.pack(key), db=session.tables.entries)
+        session.changed[key, entry.nbytes] = entry.expiry > 0
         session.txn.put(seq, key, append=True, db=session.tables.order)
         self._occupy(entry)
         return entry
@@ -70,6 +71,7 @@ class Index(Extents):
         if seq is not None and entry.seq != seq:
             return False
         session.txn.delete(key, db=session.tables.entries)
+        session.changed[key, entry.nbytes] = None
         session.txn.delete(ONE.pack(entry.seq), db=session.tables.order)
         session.counters.objects -= 1
         session.counters.pinned -= entry.pinned
@@ -101,6 +103,8 @@ class Index(Extents):
         session.counters.objects -= 1
         session.counters.healed += 1
         if len(value) == codec.NBYTES:
+            # Its size too may be what was damaged; then a load or `verify` forgets the rest.
+            session.changed[key, codec.trusted(value).nbytes] = None
             seq = ONE.pack(codec.trusted(value).seq)
             if session.get(seq, session.tables.order) == key:
                 session.txn.delete(seq, db=session.tables.order)
@@ -114,7 +118,16 @@ class Index(Extents):
         changed = entry._replace(expiry=expiry, flags=flags)
         self.session.counters.pinned += changed.pinned - entry.pinned
         self.session.txn.put(key, changed.pack(key), db=self.session.tables.entries)
+        self.session.changed[key, changed.nbytes] = changed.expiry > 0
         return True
+
+    def recall(self, key: bytes, nbytes: int) -> bool:
+        """Have the presence table say of an object what the entries say; tell if it is there."""
+        value = self.raw([key])[0]
+        entry = codec.trusted(value) if value and len(value) == codec.NBYTES else None
+        present = entry is not None and entry.nbytes == nbytes
+        self.session.changed[key, nbytes] = entry.expiry > 0 if entry and present else None
+        return present
 
     def relocate(self, key: bytes, entry: Entry, address: int) -> None:
         """Point an object at its copy and free where it was; it stays the same object."""

@@ -19,7 +19,9 @@ MAX_CHARACTERS = 256
 MAX_PACKED = 500
 """Bytes; LMDB takes keys up to 511."""
 
-_OWN_CHARACTERS = 64
+OWN_BYTES = 32
+"""Of a key shaped like kvconnect's own: a digest, in hex."""
+_OWN_CHARACTERS = 2 * OWN_BYTES
 _HEX, _TEXT = b"\x01", b"\x02"
 _LOWER_HEX = re.compile(r"[0-9a-f]*\Z")
 _IDENTITY_SEED = 0x6B76_6964_656E_7469
@@ -56,13 +58,27 @@ def _pack_text(key: str) -> bytes:
 
 def pack_all(keys: Sequence[str]) -> list[bytes]:
     """Pack many keys; those shaped like kvconnect's own, 64 hex digits each, all at once."""
+    packed = own_bytes(keys)
+    if packed is None:
+        return [pack(key) for key in keys]
+    return [_HEX + packed[at : at + OWN_BYTES] for at in range(0, len(packed), OWN_BYTES)]
+
+
+def own_bytes(keys: Sequence[str]) -> bytes | None:
+    """Return the bytes of keys that all have 64 hex digits, 32 B each; None if one has not."""
     joined = "".join(keys)
     if len(joined) == _OWN_CHARACTERS * len(keys) and set(map(len, keys)) == {_OWN_CHARACTERS}:
         with suppress(ValueError):
-            packed, step = bytes.fromhex(joined), _OWN_CHARACTERS // 2
-            if packed.hex() == joined:
-                return [_HEX + packed[at : at + step] for at in range(0, len(packed), step)]
-    return [pack(key) for key in keys]
+            packed = bytes.fromhex(joined)
+            # As in `pack`; blanks would also make it shorter.
+            if len(packed) == OWN_BYTES * len(keys) and joined.lower() == joined:
+                return packed
+    return None
+
+
+def is_own(packed: bytes) -> bool:
+    """Tell whether a packed key is one of 64 hex digits."""
+    return len(packed) == 1 + OWN_BYTES and packed[:1] == _HEX
 
 
 def unpack(packed: bytes) -> str:

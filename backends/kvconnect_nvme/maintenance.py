@@ -15,12 +15,13 @@ import xxhash
 
 from kvconnect.errors import BackendError, KVConnectError, TransferTimeoutError
 from kvconnect_nvme import entry as codec
-from kvconnect_nvme import keys
+from kvconnect_nvme import keys, recall
 from kvconnect_nvme.core import Core
 from kvconnect_nvme.entry import Entry
 from kvconnect_nvme.foreign import mapped
 from kvconnect_nvme.opening import Home, reclaim
 from kvconnect_nvme.options import BLOCK
+from kvconnect_nvme.pending import Changed
 from kvconnect_nvme.rebuild import rebuild
 from kvconnect_nvme.tables import ONE, PLACE, Session
 
@@ -35,12 +36,16 @@ HOLES = 4096
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """Objects read and their bytes; `bad` were dropped, `recovered` bytes had been lost."""
+    """Objects read and their bytes; `bad` were dropped, `recovered` bytes had been lost.
+
+    `unlisted` objects were there and `exists` did not find them.
+    """
 
     objects: int
     nbytes: int
     bad: int
     recovered: int
+    unlisted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +60,24 @@ class CompactReport:
 def verify(core: Core, home: Home) -> VerifyReport:
     """Read every object; drop those that are not what was stored; recover lost space."""
     recovered = reclaim(core, home)
-    objects = nbytes = bad = 0
+    objects = nbytes = bad = unlisted = 0
     after = b""
     while chunk := _chunk(core, after):
         after = chunk[-1][0]
         wrong = [key for key, raw in chunk if not _is_right(core, key, raw)]
         bad += _drop(core, dict(chunk), wrong)
+        unlisted += recall.correct(core, recall.contradicted(core, _there(chunk)))
         objects += len(chunk)
         nbytes += sum(codec.trusted(r).nbytes for k, r in chunk if k not in wrong)
     if bad or not _adds_up(core):
         recovered += core.env.write(lambda session: _recount(core, session))
-    return VerifyReport(objects, nbytes, bad, recovered)
+    recall.complete(core)
+    return VerifyReport(objects, nbytes, bad, recovered, unlisted)
+
+
+def _there(chunk: list[tuple[bytes, bytes]]) -> Changed:
+    entries = [(key, codec.trusted(raw)) for key, raw in chunk if len(raw) == codec.NBYTES]
+    return {(key, entry.nbytes): entry.expiry > 0 for key, entry in entries}
 
 
 def _recount(core: Core, session: Session) -> int:
@@ -93,10 +105,11 @@ def _is_right(core: Core, key: bytes, raw: bytes) -> bool:
             return index.raw([key])[0] != raw
     if not entry.flags & codec.HASHED:
         return True
-    return _digest(core, key, entry) == entry.checksum
+    return digest(core, key, entry) == entry.checksum
 
 
-def _digest(core: Core, key: bytes, entry: Entry) -> int | None:
+def digest(core: Core, key: bytes, entry: Entry) -> int | None:
+    """Return xxh3 of an object's bytes as they are on disk; None where they cannot be read."""
     state = xxhash.xxh3_64(seed=keys.seed(key))
     try:
         for at, piece in _pieces(core, entry):

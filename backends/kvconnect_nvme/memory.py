@@ -26,8 +26,11 @@ class BatchMemory:
     the alignment; `short`: (keys,) bool, whether its runs are better gathered than listed.
     """
 
-    def __init__(self, batch: Batch, regions: tuple[Region, ...], alignment: int) -> None:
-        """Locate every run; `RegistrationError` if one is outside `regions`."""
+    def __init__(self, batch: Batch, regions: tuple[Region, ...], alignment: int | None) -> None:
+        """Locate every run; `RegistrationError` if one is outside `regions`.
+
+        `alignment`: None takes nothing for aligned, so that all of it is bounced.
+        """
         self.batch = batch
         self._at = RegionTable(regions).locate(batch.address, batch.nbytes)
         self._regions = regions
@@ -35,8 +38,10 @@ class BatchMemory:
         self.sizes = batch.object_nbytes().astype(np.int64)
         counts = np.diff(batch.first)
         if len(batch):
-            odd = ((batch.address | batch.nbytes) % np.uint64(alignment)).astype(np.int64)
-            self.aligned = np.add.reduceat(odd, batch.first[:-1]) == 0
+            self.aligned = np.zeros(len(batch), dtype=np.bool_)
+            if alignment is not None:
+                odd = ((batch.address | batch.nbytes) % np.uint64(alignment)).astype(np.int64)
+                self.aligned = np.add.reduceat(odd, batch.first[:-1]) == 0
             self.short = (counts > 1) & (self.sizes < counts * GATHER_BELOW)
         else:
             self.aligned = self.short = np.zeros(0, dtype=np.bool_)
@@ -59,6 +64,23 @@ class BatchMemory:
                 offset = address - self._regions[region].address
                 out.append(self._views[region][offset : offset + nbytes])
         return out
+
+    def table(self, objects: NDArray[np.int64], starts: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Return the runs of `objects` as (n, 3) rows: address, nbytes, offset.
+
+        `starts`: (objects,) where each begins; its runs follow one another from there. Empty
+        runs are left out.
+        """
+        counts = np.diff(self.batch.first)[objects]
+        ends = np.cumsum(counts)
+        # Row numbers: each object's own first, plus 0, 1, 2 ... that restarts at every object.
+        rows = np.repeat(self.batch.first[:-1][objects] - (ends - counts), counts)
+        rows += np.arange(len(rows))
+        nbytes = self.batch.nbytes[rows]
+        before = np.cumsum(nbytes) - nbytes
+        offset = before + np.repeat(starts - before[ends - counts], counts)
+        table = np.stack([self.batch.address[rows], nbytes, offset], axis=1)
+        return np.ascontiguousarray(table[nbytes > 0])
 
     def gather(self, index: int, target: int, region: Region) -> None:
         """Copy the runs of object `index` one after the other to address `target`."""

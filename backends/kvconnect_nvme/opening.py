@@ -7,13 +7,17 @@ import os
 import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from kvconnect.errors import ConfigError, CorruptionError, KVConnectError
 from kvconnect_nvme import device
 from kvconnect_nvme.arena import Arena
+from kvconnect_nvme.boot import boot_id
 from kvconnect_nvme.bounce import BouncePool
+from kvconnect_nvme.builder import Builder
 from kvconnect_nvme.core import Core
+from kvconnect_nvme.engines import open_engine
 from kvconnect_nvme.env import attach
 from kvconnect_nvme.foreign import mapped
 from kvconnect_nvme.options import BLOCK, NvmeOptions, default_slab, down
@@ -21,13 +25,11 @@ from kvconnect_nvme.owners import Owner, exclusive, others_alive, sweep
 from kvconnect_nvme.slabs import Slabs
 from kvconnect_nvme.space import Space
 from kvconnect_nvme.tables import ONE, Session
-from kvconnect_nvme.threads import ThreadsEngine
 from kvconnect_nvme.visited import Visited
 
 log = logging.getLogger("kvconnect.nvme")
 
 FORMAT = 1
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +94,16 @@ def open_core(home: Home, options: NvmeOptions) -> Core:
             sweep(home.owners, env, slab)
             if home.device:
                 env.write(lambda session: _adopt_device(session, capacity))
+            builder = undo.enter_context(Builder(env))
+        engine = undo.enter_context(open_engine(options, slabs))
         space = Space(
             capacity, slab, down(int(capacity * options.high)), down(int(capacity * options.low)),
             options.eviction, slabs, visited,
         )  # fmt: skip
         core = Core(
             options, env, slabs, visited, space, Arena(space, env, owner, home.lock),
-            ThreadsEngine(options.io_threads), BouncePool(options.bounce, options.timeout), owner,
+            engine, BouncePool(options.bounce, options.timeout, partial(engine.register, own=True)),
+            owner, builder,
         )  # fmt: skip
         undo.pop_all()
         return core
@@ -150,14 +155,10 @@ def _adopt_device(session: Session, capacity: int) -> None:
         Extents(session, slab).free(have, slab - have)
 
 
-def _boot() -> str:
-    return _BOOT_ID.read_text(encoding="ascii").strip()
-
-
 def _mark_unsafe(home: Home) -> None:
     fd = os.open(home.unsafe, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
-        os.write(fd, _boot().encode())
+        os.write(fd, boot_id().encode())
         os.fsync(fd)
     finally:
         os.close(fd)
@@ -165,7 +166,7 @@ def _mark_unsafe(home: Home) -> None:
 
 def _drop_after_power_cut(home: Home) -> None:
     """Empty a store whose last writer did not sync and whose machine went down since."""
-    if not home.unsafe.exists() or home.unsafe.read_text(encoding="ascii") == _boot():
+    if not home.unsafe.exists() or home.unsafe.read_text(encoding="ascii") == boot_id():
         return
     shutil.rmtree(home.folder / "index")
     (home.folder / "index").mkdir(mode=0o700)
@@ -177,6 +178,7 @@ def _drop_after_power_cut(home: Home) -> None:
 
 def close_core(core: Core, home: Home) -> None:
     """Give back what is held and close everything; transfers have ended."""
+    core.builder.close()
     with ExitStack() as rest:
         for part in (core.owner_file, core.env, core.slabs, core.visited, core.engine):
             rest.callback(part.close)

@@ -17,6 +17,8 @@ GIB = 1 << 30
 MAX_SLABS = 64
 """Slab files by default at most: each holds a file descriptor open in every process."""
 
+Io = Literal["auto", "threads", "nixl-posix", "nixl-gds", "nixl-gds-mt", "nixl-gusli"]
+UringOrAio = Literal["aio", "uring"]
 Durability = Literal["data", "index", "none"]
 Eviction = Literal["sieve", "fifo"]
 
@@ -28,13 +30,16 @@ class NvmeOptions:
     `capacity`, `slab`, `bounce`: bytes; `timeout`: seconds per transfer and per wait.
     `durability`: what a power cut may cost. ``data``: the newest keys, never bytes; ``index``:
     nothing that was reported OK; ``none``: everything (a killed process still costs nothing).
+    `io`: what moves bytes; ``auto`` measures at open. `nixl_api`: the kernel interface of
+    ``nixl-posix``. `io_threads`: threads, or groups of objects under way at once.
     `high`, `low`: fractions of the capacity where eviction starts and stops.
     `index`: directory of the index, `format`: take over a foreign disk; block devices only.
     """
 
     capacity: Bytes | None = None
     slab: Bytes | None = None
-    io: Literal["threads"] = "threads"
+    io: Io = "auto"
+    nixl_api: UringOrAio = "aio"
     io_threads: int = 8
     durability: Durability = "data"
     checksum: bool = True

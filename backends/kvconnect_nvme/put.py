@@ -23,6 +23,7 @@ from kvconnect_nvme.extents import Extent, joined
 from kvconnect_nvme.foreign import status_of, translate
 from kvconnect_nvme.grouping import group
 from kvconnect_nvme.options import up
+from kvconnect_nvme.recall import Object, contradicted
 from kvconnect_nvme.tables import Session
 from kvconnect_nvme.work import Stopped, Storing, checksum
 
@@ -48,6 +49,7 @@ class _Put:
     expiry: int = field(init=False)
     flags: int = field(init=False)
     same: dict[int, Entry] = field(default_factory=dict)
+    unlisted: set[Object] = field(default_factory=set)
 
     @property
     def packed(self) -> list[bytes]:
@@ -87,7 +89,10 @@ class _Put:
                 found[i] = entry
         sums = self.core.engine.each(self._sum, list(found))
         pairs = zip(found.items(), sums, strict=True)
-        return {i: entry for (i, entry), digest in pairs if digest == entry.checksum}
+        same = {i: entry for (i, entry), digest in pairs if digest == entry.checksum}
+        there = {(self.packed[i], e.nbytes): e.expiry > 0 for i, e in same.items()}
+        self.unlisted = set(contradicted(self.core, there))
+        return same
 
     def _comparable(self, index: int, entry: Entry, now: int) -> bool:
         hashed = entry.flags & codec.HASHED
@@ -102,7 +107,7 @@ class _Put:
 
     def _confirm_same(self) -> list[int]:
         """Settle what is stored already; return what has vanished meanwhile."""
-        changed = {i: e for i, e in self.same.items() if self._merged(e) != (e.expiry, e.flags)}
+        changed = {i: e for i, e in self.same.items() if self._differs(i, e)}
         gone: list[int] = []
         if changed:
 
@@ -122,6 +127,10 @@ class _Put:
             self.job.settle(i, Status.OK)
         self.same = kept
         return gone
+
+    def _differs(self, index: int, entry: Entry) -> bool:
+        merged = self._merged(entry) != (entry.expiry, entry.flags)
+        return merged or (self.packed[index], entry.nbytes) in self.unlisted
 
     def _merged(self, entry: Entry) -> tuple[int, int]:
         """Return (expiry, flags) after storing the same again: the later one; a pin stays."""

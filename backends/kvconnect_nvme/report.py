@@ -20,7 +20,8 @@ def counters(core: Core) -> Counters:
 
 def stats(core: Core) -> dict[str, int | float | str]:
     """Return sizes (bytes) and counts; `moved` figures are this process's own."""
-    now = counters(core)
+    with core.env.read() as session:
+        now, (presence, presence_bytes) = session.counters, core.env.presence.state(session)
     with core.lock:
         own = {f"moved.{name}": number for name, number in core.counts.items()}
     return {
@@ -31,6 +32,8 @@ def stats(core: Core) -> dict[str, int | float | str]:
         "held_bytes": now.held,
         "index_bytes": core.env.nbytes(),
         "index_file_bytes": core.env.file_bytes(),
+        "presence": presence,
+        "presence_bytes": presence_bytes,
         "bounce_bytes": core.bounce.touched,
         "slab_bytes": core.slabs.slab_bytes,
         "objects": now.objects,
@@ -41,6 +44,7 @@ def stats(core: Core) -> dict[str, int | float | str]:
         "direct": "on" if core.slabs.direct else "off",
         "alignment": core.slabs.alignment,
         "durability": core.options.durability,
+        **core.engine.stats(),
         **own,
     }
 
@@ -51,7 +55,7 @@ def describe(core: Core, path: Path) -> str:
     direct = "O_DIRECT" if core.slabs.direct else "page cache"
     return (
         f"NvmeBackend({path}, {now.objects} objects, {now.used} of {core.space.capacity} B, "
-        f"{direct}, durability={core.options.durability})"
+        f"{direct}, io={core.engine.name}, durability={core.options.durability})"
     )
 
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
-from kvconnect.backend import Backend, Batch, Capabilities, Closing, Op, Registration
+from kvconnect.backend import Backend, Batch, Capabilities, Closing, Location, Op, Registration
 from kvconnect.errors import (
     ClosedError,
     ConfigError,
@@ -29,6 +29,8 @@ from kvconnect_nvme.core import Core, Job
 from kvconnect_nvme.env import check_process
 from kvconnect_nvme.foreign import status_of, translate
 from kvconnect_nvme.get import load
+from kvconnect_nvme.known import Known, KnownRegistration
+from kvconnect_nvme.locate import locate
 from kvconnect_nvme.maintenance import CompactReport, VerifyReport
 from kvconnect_nvme.opening import Home, close_core, find_home, open_core
 from kvconnect_nvme.options import NvmeOptions, parse
@@ -60,6 +62,7 @@ class NvmeBackend(Closing):
         self._maintained = threading.Condition()
         self._registrations = Registrations(self.name, lambda: self._under_way, options.timeout)
         self.core = open_core(home, options)
+        self._known = Known(self.core.engine.register)
         report.announce(self.core, home.data, device=home.device)
         # Half of them may be waiting for the disk's sync while the others move bytes.
         workers = max(2, options.io_threads)
@@ -71,10 +74,15 @@ class NvmeBackend(Closing):
         for region in regions:
             if region.device not in self.capabilities.devices:
                 raise RegistrationError(
-                    f"nvme: {region} is on device {region.device!r}; io={self.options.io} moves "
-                    f"host memory (cpu): stage through a host buffer"
+                    f"nvme: {region} is on device {region.device!r}; io={self.core.engine.name} "
+                    f"moves host memory (cpu): stage through a host buffer"
                 )
-        return self._registrations.add(regions)
+        self._known.add(regions)
+        try:
+            return KnownRegistration(self._registrations.add(regions), self._known)
+        except BaseException:
+            self._known.drop(regions)
+            raise
 
     def exists(self, keys: Sequence[str], nbytes: Sequence[int]) -> NDArray[np.bool_]:
         """Tell which keys are present with exactly these sizes: (keys,) bool."""
@@ -90,7 +98,8 @@ class NvmeBackend(Closing):
             self._check_open(batch.op.value)
             self._registrations.check(batch)
             regions, options = self._registrations.regions, self.options
-            job = Job(batch, regions, self.core.slabs.alignment, options.timeout)
+            alignment = self.core.slabs.alignment if self.core.engine.in_place else None
+            job = Job(batch, regions, alignment, options.timeout)
             self._under_way = [one for one in self._under_way if not one.done()]
             self._under_way.append(job)
             self._jobs.submit(_run, self.core, job)
@@ -127,6 +136,11 @@ class NvmeBackend(Closing):
         """Return sizes in bytes and counts; those of moved bytes are this process's own."""
         self._check_open("stats")
         return report.stats(self.core)
+
+    def locate(self, keys: Sequence[str]) -> list[Location | None]:
+        """Return where objects lie and whether their bytes are right; reads all of them."""
+        with self._maintenance("locate"):
+            return locate(self.core, keys)
 
     def verify(self) -> VerifyReport:
         """Read every object, drop what is damaged, and give lost space back."""

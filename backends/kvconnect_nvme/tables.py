@@ -102,13 +102,18 @@ class Tables:
 
 
 class Session:
-    """One transaction: the tables and the counters as it sees them."""
+    """One transaction: the tables and the counters as it sees them.
 
-    __slots__ = ("counters", "tables", "txn")
+    `changed`: what it did to which objects, by packed key and object size; the last word counts.
+    None: gone; otherwise there, and whether with an expiry.
+    """
+
+    __slots__ = ("changed", "counters", "tables", "txn")
 
     def __init__(self, txn: lmdb.Transaction, tables: Tables) -> None:
         """Load the counters."""
         self.txn, self.tables = txn, tables
+        self.changed: dict[tuple[bytes, int], bool | None] = {}
         self.counters = Counters.unpack(self.meta("counters"))
 
     def save(self) -> None:

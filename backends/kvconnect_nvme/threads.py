@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from kvconnect.backend import Closing, Op
+from kvconnect.backend import Closable, Closing, Op
+from kvconnect.region import Region
 from kvconnect_nvme.engine import Group, IoEngine, Work
 
 T = TypeVar("T")
@@ -19,17 +20,39 @@ CALL_BYTES = 64 << 20
 """Bytes per system call at most, far below the 2 GiB where the kernel cuts calls short."""
 
 
+class Nothing(Closing):
+    """The registration of memory that needs none."""
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
 class ThreadsEngine(Closing):
     """`threads` threads that live as long as the engine."""
 
-    def __init__(self, threads: int) -> None:
-        """Threads start when first needed."""
-        self.threads = threads
+    name = "threads"
+    in_place = True
+
+    def __init__(self, threads: int, reason: str = "") -> None:
+        """Threads start when first needed; `reason`: why this engine, for the statistics."""
+        self._reason = reason
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvconnect-nvme-io")
+
+    def register(self, region: Region, *, own: bool = False) -> Closable:  # noqa: ARG002
+        """Take any memory: system calls do."""
+        return Nothing()
+
+    def stats(self) -> Mapping[str, int | str]:
+        """Say which engine it is, and why."""
+        return {"io": self.name, "io_reason": self._reason}
 
     def run(self, op: Op, groups: Sequence[Group], work: Work) -> list[Exception | None]:
         """Move all groups; return each one's error."""
         return self.each(lambda group: _guarded(op, group, work), groups)
+
+    def start(self, call: Callable[[], R]) -> Future[R]:
+        """Call on one of the threads."""
+        return self._pool.submit(call)
 
     def each(self, call: Callable[[T], R], items: Iterable[T]) -> list[R]:
         """Call for every item; one item alone runs here, to spare the hand-over."""
@@ -53,9 +76,9 @@ class ThreadsEngine(Closing):
 def _guarded(op: Op, group: Group, work: Work) -> Exception | None:
     try:
         work.check()
-        with work.lend(group) as buffers:
-            move(op, group, buffers)
-            work.landed(group, buffers)
+        with work.lend(group) as lent:
+            move(op, group, lent.views())
+            work.landed(group, lent)
     except Exception as error:  # noqa: BLE001 - one group's failure is data for the caller
         return error
     return None

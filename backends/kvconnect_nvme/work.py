@@ -12,8 +12,9 @@ import xxhash
 
 from kvconnect.backend import Status
 from kvconnect.region import Region
-from kvconnect_nvme.bounce import BouncePool, Slot, address_of, aligned
-from kvconnect_nvme.engine import Group
+from kvconnect_nvme.bounce import BouncePool, aligned
+from kvconnect_nvme.engine import Group, Lent
+from kvconnect_nvme.lent import Bounced, InPlace
 from kvconnect_nvme.memory import BatchMemory
 from kvconnect_nvme.options import BLOCK, up
 
@@ -50,18 +51,10 @@ class _Moving:
         self.check = check
 
     @contextmanager
-    def _slot(self, group: Group) -> Iterator[tuple[Slot, Region]]:
-        with self._bounce.slot(group.nbytes) as slot:
-            yield slot, Region("bounce", slot.address, len(slot.view))
-
-    def _in_place(self, group: Group, pad: memoryview) -> list[memoryview]:
-        buffers: list[memoryview] = []
-        for i in group.objects:
-            buffers += self.memory.views(i)
-            size = int(self.memory.sizes[i])
-            if up(size) > size:
-                buffers.append(pad[: up(size) - size])
-        return buffers
+    def _slot(self, group: Group, *, wait: bool) -> Iterator[tuple[Bounced, Region]]:
+        with self._bounce.slot(group.nbytes, wait=wait) as slot:
+            lent = Bounced(slot.view[: group.nbytes], slot.address)
+            yield lent, Region("bounce", slot.address, len(slot.view))
 
     def _pieces(self, group: Group, view: memoryview) -> Iterator[tuple[int, int, memoryview]]:
         """Yield (object, start, its bytes) inside a bounce buffer."""
@@ -86,20 +79,20 @@ class Storing(_Moving):
         self.moved: set[int] = set()
 
     @contextmanager
-    def lend(self, group: Group) -> Iterator[list[memoryview]]:
+    def lend(self, group: Group, *, wait: bool = True) -> Iterator[Lent]:
         """Lend the bytes to write."""
         if not group.bounced:
             for i in group.objects:
                 self._hash(i, self.memory.views(i))
-            yield self._in_place(group, _ZEROS)
+            yield InPlace(self.memory, group, _ZEROS)
             return
-        with self._slot(group) as (slot, region):
-            for i, start, piece in self._pieces(group, slot.view):
-                self.memory.gather(i, slot.address + start, region)
+        with self._slot(group, wait=wait) as (lent, region):
+            for i, start, piece in self._pieces(group, lent.view):
+                self.memory.gather(i, lent.address + start, region)
                 self._hash(i, [piece])
                 end = start + len(piece)
-                slot.view[end : start + up(len(piece))] = bytes(up(len(piece)) - len(piece))
-            yield [slot.view[: group.nbytes]]
+                lent.view[end : start + up(len(piece))] = bytes(up(len(piece)) - len(piece))
+            yield lent
 
     def _hash(self, index: int, buffers: Sequence[memoryview]) -> None:
         # Always anew: the memory may have changed since it was hashed for comparison, and a
@@ -107,7 +100,7 @@ class Storing(_Moving):
         if self._seeds is not None:
             self.checksums[index] = checksum(buffers, self._seeds[index])
 
-    def landed(self, group: Group, buffers: Sequence[memoryview]) -> None:  # noqa: ARG002
+    def landed(self, group: Group, lent: Lent) -> None:  # noqa: ARG002
         """Note what was written."""
         self.moved.update(group.objects)
 
@@ -133,28 +126,26 @@ class Loading(_Moving):
         self.dirty: set[int] = set()
 
     @contextmanager
-    def lend(self, group: Group) -> Iterator[list[memoryview]]:
+    def lend(self, group: Group, *, wait: bool = True) -> Iterator[Lent]:
         """Lend the memory to read into."""
         if not group.bounced:
             self.dirty.update(group.objects)
-            yield self._in_place(group, _JUNK)
+            yield InPlace(self.memory, group, _JUNK)
             return
-        with self._slot(group) as (slot, _region):
-            yield [slot.view[: group.nbytes]]
+        with self._slot(group, wait=wait) as (lent, _region):
+            yield lent
 
-    def landed(self, group: Group, buffers: Sequence[memoryview]) -> None:
+    def landed(self, group: Group, lent: Lent) -> None:
         """Verify what was read, and copy it to its place if it came through a bounce buffer."""
-        if not group.bounced:
+        if not isinstance(lent, Bounced):
             for i in group.objects:
                 self._judge(i, self.memory.views(i))
             return
-        view = buffers[0]
-        address = address_of(view)
-        region = Region("bounce", address, len(view))
-        for i, start, piece in self._pieces(group, view):
+        region = Region("bounce", lent.address, len(lent.view))
+        for i, start, piece in self._pieces(group, lent.view):
             if self._judge(i, [piece]):
                 self.dirty.add(i)
-                self.memory.scatter(i, address + start, region)
+                self.memory.scatter(i, lent.address + start, region)
 
     def _judge(self, index: int, buffers: Sequence[memoryview]) -> bool:
         seed_and_sum = self._expected.get(index)

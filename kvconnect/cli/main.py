@@ -10,6 +10,8 @@ import typer
 import kvconnect
 from kvconnect.cli import store
 from kvconnect.cli.demo import demo
+from kvconnect.cli.doctor import doctor
+from kvconnect.cli.store_find import find_page
 from kvconnect.errors import KVConnectError
 
 app = typer.Typer(
@@ -21,6 +23,7 @@ app = typer.Typer(
 )
 for command in (
     demo,
+    doctor,
     store.schemes,
     store.stats,
     store.namespaces,
@@ -29,6 +32,7 @@ for command in (
     store.compact,
 ):
     app.command()(command)
+app.command("find")(find_page)
 
 
 def _version(wanted: bool) -> None:

@@ -17,6 +17,7 @@ OPTIONAL: tuple[type, ...] = (
     protocols.SupportsClear,
     protocols.SupportsRecords,
     protocols.SupportsStats,
+    protocols.SupportsLocate,
 )
 """Every protocol beyond the core; a test compares it with what `kvconnect.backend` defines."""
 

@@ -21,7 +21,8 @@ from kvconnect_nvme.bounce import BouncePool
 from kvconnect_nvme.keys import pack
 from kvconnect_nvme.threads import ThreadsEngine
 
-OPTIONS = {"capacity": "8MiB"}
+# Faults are made in system calls here; tests/backends/test_nvme_engines.py has the others.
+OPTIONS = {"capacity": "8MiB", "io": "threads"}
 
 
 @pytest.fixture
@@ -133,7 +134,7 @@ def test_descriptors_return_to_baseline(location, monkeypatch):
     before = count_fds()
     resource.setrlimit(resource.RLIMIT_NOFILE, (128, hard))
     try:
-        with open_backend(location, {"capacity": "16MiB"}) as store:
+        with open_backend(location, OPTIONS | {"capacity": "16MiB"}) as store:
             open_fds = count_fds()
             held = filled([[4096]] * 2000, keys(2000))
             monkeypatch.setattr(os, "pwritev", flaky)

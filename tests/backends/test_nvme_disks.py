@@ -9,7 +9,7 @@ import pytest
 
 from kvconnect.backend import Status
 from kvconnect.errors import ConfigError, KVConnectError, UnavailableError
-from kvconnect.testing.suite.base import expect, get, key, keys, put, stored
+from kvconnect.testing.suite.base import content, expect, get, key, keys, put, stored
 from kvconnect_nvme import open_backend
 
 MIB = 1 << 20
@@ -76,6 +76,11 @@ def test_a_block_device_with_more_capacity_later(disk, tmp_path):
     with open_backend(disk, options | {"capacity": "24MiB"}) as store:
         assert put(store, keys(20), [MIB] * 20).prefix == 20
         stored(store, keys(20), [MIB] * 20)
+        for name, place in zip(keys(20), store.locate(keys(20)), strict=True):
+            assert (place.path, place.nbytes, place.intact) == (disk, MIB, True)
+            with Path(disk).open("rb") as device:
+                device.seek(place.offset)
+                assert device.read(MIB) == content(name, MIB)
 
 
 def test_a_foreign_disk_is_not_overwritten(disk, tmp_path):

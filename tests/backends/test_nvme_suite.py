@@ -19,6 +19,7 @@ class TestNvme(BackendSuite):
     multi_process = True
     corruptible = True
     bounded = True
+    locates = True
     rounds = 1000
 
     def open_store(self, path):

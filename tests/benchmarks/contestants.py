@@ -15,6 +15,7 @@ import mmap
 import os
 import resource
 import shutil
+import subprocess
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -134,11 +135,15 @@ class KVConnect(Contestant):
             model="bench", weights="none", dtype="bfloat16", page_size=1, layers=1, heads=1,
             head_dim=half // 2, v_head_dim=half // 2)  # fmt: skip
         room = int(buffer.half * 1.25) + (64 << 20)
-        self.store = kvconnect.open(f"nvme://{folder}/store?capacity={room}&{self.options}")
+        self.store = kvconnect.open(f"nvme://{self.where(room)}capacity={room}&{self.options}")
         self.connector = kvconnect.Connector(
             pool, kvconnect.Placement.whole(layers=1, heads=1), identity, self.store,
             timeout=300.0)  # fmt: skip
         self.hashes = kvconnect.page_hashes(range(buffer.count), 1)
+
+    def where(self, room: int) -> str:
+        """Return the location, up to where options follow."""
+        return f"{self.folder}/store?"
 
     def put(self, items: range) -> None:
         out = self.connector.put([self.hashes[i] for i in items], np.array(items))
@@ -169,10 +174,107 @@ class KVConnectIndex(KVConnect):
     options = "io_threads=8&durability=index"
 
 
+class KVConnectThreads(KVConnect):
+    """The same by threads."""
+
+    options = "io_threads=8&io=threads"
+
+
+class KVConnectAio(KVConnect):
+    """The same by NIXL POSIX on Linux AIO."""
+
+    options = "io_threads=8&io=nixl-posix&nixl_api=aio"
+
+
+class KVConnectUring(KVConnect):
+    """The same by NIXL POSIX on io_uring."""
+
+    options = "io_threads=8&io=nixl-posix&nixl_api=uring"
+
+
+class KVConnectGusli(KVConnect):
+    """The same by NIXL GUSLI on a loop device, through the page cache; root only."""
+
+    options = "io_threads=8&io=nixl-gusli"
+
+    def where(self, room: int) -> str:
+        with Path(f"{self.folder}/disk.img").open("wb") as image:
+            image.truncate(room + (2 << 20))
+        command = ["losetup", "--find", "--show", f"{self.folder}/disk.img"]
+        self.device = subprocess.run(
+            command, check=True, capture_output=True, text=True
+        ).stdout.strip()
+        return f"{self.device}?index={self.folder}/index&"
+
+    def close(self) -> None:
+        super().close()
+        subprocess.run(["losetup", "--detach", self.device], check=True)
+
+
+class RawNixl(Contestant):
+    """The limit of NIXL POSIX: one transfer a batch, an object a descriptor, one O_DIRECT file."""
+
+    syncs = True
+    api = "aio"
+
+    def __init__(self, folder: str, buffer: Buffer) -> None:
+        super().__init__(folder, buffer)
+        from kvconnect_nixl.agent import Agent
+        from kvconnect_nixl.rows import device_ids, file_name, plain
+
+        path = Path(f"{folder}/nixl.dat")
+        self.fd = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+        os.posix_fallocate(self.fd, 0, buffer.half)
+        self.plain = plain
+        self.agent = Agent({"POSIX": {f"use_{self.api}": "true"}})
+        self.agent.register("POSIX", "DRAM", plain(buffer.address, 2 * buffer.half))
+        ids = device_ids(1)
+        names = [file_name(path, direct=True)]
+        self.agent.register("POSIX", "FILE", plain(0, buffer.half, ids), names)
+        self.file = int(ids[0])
+
+    def _move(self, op, items: range, start: int) -> None:
+        at = np.array(items, dtype=np.uint64) * np.uint64(self.buffer.nbytes)
+        local = self.plain(at + np.uint64(self.buffer.address + start), self.buffer.nbytes)
+        remote = self.plain(at, self.buffer.nbytes, self.file)
+        self.agent.submit("POSIX", op, ("DRAM", local), ("FILE", remote)).wait(300)
+
+    def put(self, items: range) -> None:
+        from kvconnect.backend import Op
+
+        self._move(Op.STORE, items, 0)
+        if items.stop == self.buffer.count:
+            os.fdatasync(self.fd)
+
+    def get(self, items: range) -> None:
+        from kvconnect.backend import Op
+
+        self._move(Op.LOAD, items, self.buffer.half)
+
+    def again(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.agent.close()
+        os.close(self.fd)
+
+
+class RawNixlUring(RawNixl):
+    """The same on io_uring."""
+
+    api = "uring"
+
+
 OWN = {
     "raw O_DIRECT": Raw,
     "kvconnect nvme": KVConnect,
     "kvconnect nvme durability=index": KVConnectIndex,
+    "kvconnect io=threads": KVConnectThreads,
+    "raw NIXL aio": RawNixl,
+    "kvconnect io=nixl-posix aio": KVConnectAio,
+    "raw NIXL uring": RawNixlUring,
+    "kvconnect io=nixl-posix uring": KVConnectUring,
+    "kvconnect io=nixl-gusli": KVConnectGusli,
 }
 
 

@@ -14,11 +14,12 @@ from kvconnect.backend import (
     SupportsClear,
     SupportsDelete,
     SupportsListing,
+    SupportsLocate,
     SupportsRecords,
     SupportsStats,
 )
 from kvconnect.errors import ClosedError
-from kvconnect.testing.suite.base import SuiteBase, get, key, keys, needs, put, stored
+from kvconnect.testing.suite.base import SuiteBase, content, get, key, keys, needs, put, stored
 
 
 class Namespaces(SuiteBase):
@@ -29,6 +30,8 @@ class Namespaces(SuiteBase):
     clears = True
     keeps_records = True
     has_stats = True
+    locates = False
+    """Objects are ranges of files that anybody may read."""
 
     def test_abilities_are_as_declared(self, store: Backend) -> None:
         declared = {
@@ -37,6 +40,7 @@ class Namespaces(SuiteBase):
             SupportsClear: self.clears,
             SupportsRecords: self.keeps_records,
             SupportsStats: self.has_stats,
+            SupportsLocate: self.locates,
         }
         known = {v for name, v in vars(protocols).items() if name.startswith("Supports")}
         assert known == set(declared), "a protocol that the suite does not know"
@@ -135,6 +139,27 @@ class Namespaces(SuiteBase):
         assert all(type(v) in {int, float, str} for v in numbers.values())
         assert all(isinstance(name, str) for name in numbers)
 
+    @needs("locates")
+    def test_locate(self, store: Backend) -> None:
+        assert isinstance(store, SupportsLocate)
+        names, sizes = keys(3), [2304, 4096, 70_000]
+        put(store, names, sizes)
+        found = store.locate([names[2], key("never"), names[0], names[1]])
+        assert found[1] is None
+        for name, nbytes, place in zip(
+            (names[2], names[0], names[1]),
+            (sizes[2], sizes[0], sizes[1]),
+            (found[0], found[2], found[3]),
+            strict=True,
+        ):
+            assert place is not None
+            assert place.intact is not False
+            assert (place.nbytes, place.pinned, place.expires) == (nbytes, False, None)
+            with Path(place.path).open("rb") as file:
+                file.seek(place.offset)
+                assert file.read(nbytes) == content(name, nbytes)
+        assert store.locate([]) == []
+
     def test_abilities_end_with_close(self, tmp_path: Path) -> None:
         with self.open_store(tmp_path) as store:
             pass
@@ -147,6 +172,8 @@ class Namespaces(SuiteBase):
             calls.append(partial(store.clear, "ab"))
         if isinstance(store, SupportsRecords):
             calls += [partial(store.put_record, "a", b""), store.records]
+        if isinstance(store, SupportsLocate):
+            calls.append(partial(store.locate, keys(1)))
         for call in calls:
             with pytest.raises(ClosedError):
                 call()

@@ -1,0 +1,62 @@
+"""The NIXL library, loaded late and under either of its names.
+
+``nixl-cu12`` installs the package ``nixl_cu12``; ``nixl`` is a shim that finds it. Which one is
+there does not matter: the shim needs packages that a CPU host lacks, so the real one goes first.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvconnect.errors import UnavailableError
+
+NAMES = ("nixl_cu12", "nixl_cu13", "nixl")
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """What is used of the package: `api` is its module of agents; `plugins` where they lie."""
+
+    package: str
+    api: Any
+    plugins: Path | None = None
+
+    def agent(self, name: str) -> Any:
+        """Make an agent without plugins that several threads may use."""
+        # The default of NIXL is no locking: threads then lose completions, or hang in io_uring.
+        config = self.api.nixl_agent_config(
+            backends=[], sync_mode=self.api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+        )
+        return self.api.nixl_agent(name, config)
+
+
+def load() -> Library:
+    """Load NIXL; `UnavailableError` names the package to install."""
+    # Every failure comes back as an exception and is reported by us; NIXL would print each to
+    # stderr as well. Whoever sets the variable sees its messages again.
+    os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
+    errors = []
+    for name in NAMES:
+        try:
+            api = importlib.import_module(f"{name}._api")
+        except (ImportError, OSError) as error:
+            errors.append(f"{name}: {error}")
+        else:
+            return Library(name, api, _plugin_folder(api))
+    raise UnavailableError(
+        f"nixl is not usable: {'; '.join(errors)}. Install it with pip install "
+        f"'kvconnect[nixl]'; on Debian it also needs libssl3 and zlib1g"
+    )
+
+
+def _plugin_folder(api: Any) -> Path | None:
+    if named := os.environ.get("NIXL_PLUGIN_DIR"):
+        return Path(named)
+    # A wheel keeps them beside the package; the shim's `_api` may be the real one's.
+    package = Path(api.__file__).parent
+    folder = package.with_name(f"{package.name}.libs") / "nixl"
+    return folder if folder.is_dir() else None
