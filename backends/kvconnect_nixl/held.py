@@ -26,10 +26,16 @@ class Held(Closing):
     def close(self) -> None:
         """Give it back to NIXL."""
         if self._among.take(self):
-            self._release(self.handle)
+            # What releases holds the agent: whoever keeps this handle must not keep that alive.
+            release, self._release = self._release, _released
+            release(self.handle)
 
     def __repr__(self) -> str:
         return f"Held({self.what})"
+
+
+def _released(_: Any) -> None:
+    """Do nothing: it was given back."""
 
 
 class HeldSet(Closing):
