@@ -27,6 +27,9 @@ BUILT_IN = {
     "tiered": "kvconnect.tiered:open_backend",
 }
 
+_EXTRAS = {"mooncake+local": "mooncake", "nixl+s3": "s3"}
+"""Extras that are not called like the scheme."""
+
 
 def known_schemes() -> list[str]:
     """Return every scheme that can be opened, sorted."""
@@ -39,20 +42,24 @@ def split_url(url: str) -> tuple[str, str, dict[str, str]]:
     >>> split_url("nvme:///mnt/kv?capacity=1GiB")
     ('nvme', '/mnt/kv', {'capacity': '1GiB'})
     """
+    # Options may hold secrets, which have no place in messages.
+    shown = url.partition("?")[0]
     try:
         parts = urlsplit(url)
     except ValueError as error:
-        raise ConfigError(f"{url!r} is no store URL: {error}") from None
+        raise ConfigError(f"{shown!r} is no store URL: {error}") from None
     if not parts.scheme or "://" not in url:
-        raise ConfigError(f"{url!r} is no store URL; write scheme://location, as in {_EXAMPLE}")
+        raise ConfigError(f"{shown!r} is no store URL; write scheme://location, as in {_EXAMPLE}")
     if parts.fragment:
-        raise ConfigError(f"{url!r}: '#' starts a fragment; write %23 for it in a path")
+        raise ConfigError(f"{shown!r}: '#' starts a fragment; write %23 for it in a path")
     options: dict[str, str] = {}
     for name, value in parse_qsl(parts.query, keep_blank_values=True):
         if name in options:
-            raise ConfigError(f"{url!r}: option {name!r} is given twice")
+            raise ConfigError(f"{shown!r}: option {name!r} is given twice")
         if not name or not value:
-            raise ConfigError(f"{url!r}: option {name!r} has the value {value!r}; write name=value")
+            raise ConfigError(
+                f"{shown!r}: option {name!r} has the value {value!r}; write name=value"
+            )
         options[name] = value
     return parts.scheme, unquote(parts.netloc + parts.path), options
 
@@ -93,7 +100,8 @@ def _import(target: str, scheme: str) -> Opener:
     try:
         return cast("Opener", getattr(importlib.import_module(module), attribute))
     except (ImportError, AttributeError) as error:
+        extra = _EXTRAS.get(scheme, scheme)
         raise UnavailableError(
             f"backend {scheme!r} needs {error.name or module}: {error}. Install it with "
-            f"pip install 'kvconnect[{scheme}]', or put backends/ on PYTHONPATH in a checkout"
+            f"pip install 'kvconnect[{extra}]', or put backends/ on PYTHONPATH in a checkout"
         ) from error
