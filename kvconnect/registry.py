@@ -22,6 +22,8 @@ Opener = Callable[[str, Mapping[str, str]], Backend]
 
 BUILT_IN = {
     "memory": "kvconnect.memory:open_backend",
+    "mooncake": "kvconnect_mooncake:open_backend",
+    "mooncake+local": "kvconnect_mooncake:open_local",
     "nixl+s3": "kvconnect_nixl.s3:open_backend",
     "nvme": "kvconnect_nvme:open_backend",
     "tiered": "kvconnect.tiered:open_backend",

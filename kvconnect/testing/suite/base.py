@@ -71,6 +71,8 @@ class SuiteBase:
     """`open_small` opens a store that holds about `small_bytes`."""
     small_bytes = 64 << 10
     """Capacity of the small store; a backend's own minimum may ask for more."""
+    evicts_in_vain = False
+    """A put that can never fit may evict other objects before it is refused."""
     expires = True
     """An object whose TTL has passed is not seen any more."""
     rounds = 1000

@@ -1,0 +1,63 @@
+"""Opening and closing what a store is made of."""
+
+from __future__ import annotations
+
+from kvconnect_mooncake import library, transport
+from kvconnect_mooncake.address import parse_address
+from kvconnect_mooncake.admin import parse_admin
+from kvconnect_mooncake.breakers import Breakers
+from kvconnect_mooncake.budget import Budget
+from kvconnect_mooncake.client import Client
+from kvconnect_mooncake.core import Core
+from kvconnect_mooncake.names import Names
+from kvconnect_mooncake.options import MooncakeOptions
+from kvconnect_mooncake.quiet import Keeper, rule_of
+from kvconnect_mooncake.slots import SlotPool
+from kvconnect_mooncake.workers import Workers
+
+ASKERS = 4
+
+
+def open_core(location: str, options: MooncakeOptions) -> Core:
+    """Connect to the master; raises as `kvconnect_mooncake.open_backend` says."""
+    address = parse_address(location)
+    admin = parse_admin(options.admin, address)
+    transport.check_cards(options.protocol, allow_fallback=options.allow_fallback)
+    module = library.load(options.protocol)
+    address.check()
+    breakers = Breakers(options.breaker)
+    client = Client(module, address, options, breakers)
+    try:
+        used = transport.in_use()
+        transport.check_in_use(options.protocol, used, allow_fallback=options.allow_fallback)
+        slots = SlotPool(options.side)
+        client.register(slots.region.address, slots.region.nbytes)
+    except BaseException:
+        client.close()
+        raise
+    keeper = Keeper(rule_of(options.entries))
+    keeper.start()
+    return Core(
+        options,
+        client,
+        Names(options.prefix, checksum=options.checksum),
+        admin,
+        slots,
+        Budget(options.entries),
+        breakers,
+        keeper,
+        Workers(options.threads, "kvconnect-mooncake"),
+        Workers(ASKERS, "kvconnect-mooncake-ask"),
+    )
+
+
+def close_core(core: Core, timeout: float) -> bool:
+    """Stop the threads and leave the store; False, with the store still open, if a call hangs.
+
+    The library is not closed under a call: that would end the process.
+    """
+    if not core.movers.stop(timeout) or not core.askers.stop(timeout):
+        return False
+    core.keeper.stop()
+    core.client.close()
+    return True

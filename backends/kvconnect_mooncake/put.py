@@ -1,0 +1,322 @@
+"""Storing a chunk: seal, begin, write, end; and what to do with a key that is taken.
+
+A plain put answers success for a key that exists, without storing, and for one that another
+writer has open. A put in three steps says so at its beginning: only bytes that this call wrote
+or that it compared with its own are reported OK.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvconnect.backend import Status
+from kvconnect_mooncake import rows, slots, trailer
+from kvconnect_mooncake.breakers import STORES
+from kvconnect_mooncake.core import Core
+from kvconnect_mooncake.foreign import NOT_MADE, SETTLED, Code, status_of, words
+from kvconnect_mooncake.hold import Hold, give_up
+from kvconnect_mooncake.job import Chunk
+from kvconnect_mooncake.names import page_of
+from kvconnect_mooncake.trailer import Trailer
+
+BUSY_SECONDS = 40.0
+"""How long another writer is waited for: the master discards an abandoned put after 30 s."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.002, 0.1
+
+
+def store(core: Core, chunk: Chunk) -> Hold | None:
+    """Store a chunk; every object is settled on return. A `Hold` says what is not quiet yet."""
+    return _Put(core, chunk).run()
+
+
+@dataclass(slots=True)
+class _Put:
+    core: Core
+    chunk: Chunk
+    slots: list[int] = field(default_factory=list)
+    sealed: list[Trailer] = field(default_factory=list)
+    loose: list[str] = field(default_factory=list)
+    took: float = 0.0
+    space_until: float = 0.0
+    busy_until: float = 0.0
+
+    def run(self) -> Hold | None:
+        chunk, core = self.chunk, self.core
+        if not core.breakers.passes(STORES):
+            chunk.settle_rest(Status.BACKEND_ERROR, "a store failed lately; tried again later")
+            return None
+        todo = [at for at in range(len(chunk.keys)) if self._has_bytes(at)]
+        if not todo or not self._seal():
+            return None
+        now = time.monotonic()
+        self.space_until = now + core.options.space_wait
+        self.busy_until = now + BUSY_SECONDS
+        try:
+            self._rounds(todo)
+        except BaseException:
+            if not self.loose:
+                core.slots.give(self.slots)
+            raise
+        if not self.loose:
+            core.slots.give(self.slots)
+            return None
+        longest = max(len(sizes) + 1 for sizes in chunk.sizes)
+        return Hold(self.took, longest, self.slots, open_names=self.loose)
+
+    def _rounds(self, todo: list[int]) -> None:
+        pause = FIRST_PAUSE
+        while todo := self._round(todo):
+            if (stop := self.chunk.job.stop_reason()) is not None:
+                self.chunk.settle_rest(stop, "")
+                return
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _has_bytes(self, at: int) -> bool:
+        if self.chunk.nbytes[at] < 1:
+            self.chunk.settle(at, Status.SIZE_MISMATCH, "0 B; an object has at least one byte")
+            return False
+        return True
+
+    def _seal(self) -> bool:
+        """Write the trailers; False, with all settled, where no slot is free in time."""
+        if not self.core.options.checksum:
+            return True
+        chunk, batch = self.chunk, self.chunk.job.batch
+        taken = self.core.slots.take(len(chunk.keys), chunk.job.until)
+        if taken is None:
+            chunk.settle_rest(Status.TIMEOUT, "no slot of the side buffer was free")
+            return False
+        self.slots = taken
+        expires, flags = trailer.expiry(batch.ttl), trailer.PINNED if batch.pin else 0
+        for at, key in enumerate(chunk.keys):
+            total = trailer.checksum(key, chunk.runs(at))
+            self.sealed.append(Trailer(chunk.nbytes[at], total, flags, expires))
+            packed = trailer.pack(key, self.sealed[at], expiring=batch.ttl is not None)
+            slots.write(taken[at], packed)
+        return True
+
+    def _round(self, todo: list[int]) -> list[int]:
+        """Try to store objects; return those to try again."""
+        chunk = self.chunk
+        tail = trailer.nbytes_for(chunk.job.batch.ttl) if self.slots else 0
+        mine, again = self._claim(todo)
+        if not mine:
+            return self._unless_late(again, "a store of it in this process is not quiet yet")
+        try:
+            codes = self._open(mine, tail)
+        except BaseException:
+            self._let_go([chunk.names[at] for at in mine])
+            raise
+        by_code: dict[int, list[int]] = {}
+        for at, code in zip(mine, codes, strict=True):
+            by_code.setdefault(code, []).append(at)
+        self._let_go([chunk.names[at] for at, n in zip(mine, codes, strict=True) if n != 0])
+        self._write(by_code.pop(0, []), tail)
+        again += self._compare(by_code.pop(Code.EXISTS, []))
+        if stale := by_code.get(Code.REFUSED):
+            # Nobody here has it open: a master that was lost left it open in the library.
+            give_up(self.core, [chunk.names[at] for at in stale])
+        limits: dict[int, float] = {
+            Code.NO_SPACE: self.space_until,
+            Code.REFUSED: self.busy_until,
+        }
+        for code, some in by_code.items():
+            if time.monotonic() < limits.get(code, 0):
+                again += some
+                continue
+            for at in some:
+                chunk.settle(at, status_of(code), words(code))
+        return again
+
+    def _open(self, mine: list[int], tail: int) -> list[int]:
+        chunk, client = self.chunk, self.core.client
+        groups = None
+        if self.core.options.group == "page":
+            groups = [page_of(chunk.keys[at]) for at in mine]
+        config = client.config(pin=chunk.job.batch.pin, groups=groups)
+        names = [chunk.names[at] for at in mine]
+        return client.open_put(names, [chunk.nbytes[at] + tail for at in mine], config)
+
+    def _claim(self, todo: list[int]) -> tuple[list[int], list[int]]:
+        """Take objects that nobody in this process stores now; also return the others."""
+        mine: list[int] = []
+        others: list[int] = []
+        with self.core.lock:
+            for at in todo:
+                name = self.chunk.names[at]
+                (others if name in self.core.open_puts else mine).append(at)
+            self.core.open_puts.update(self.chunk.names[at] for at in mine)
+        return mine, others
+
+    def _let_go(self, names: list[str]) -> None:
+        with self.core.lock:
+            self.core.open_puts.difference_update(names)
+
+    def _unless_late(self, again: list[int], cause: str) -> list[int]:
+        """Return objects to try again; none, all settled, once they were waited for long enough."""
+        if time.monotonic() < self.busy_until:
+            return again
+        for at in again:
+            self.chunk.settle(at, Status.BACKEND_ERROR, cause)
+        return []
+
+    def _write(self, mine: list[int], tail: int) -> None:
+        if not mine:
+            return
+        names = [self.chunk.names[at] for at in mine]
+        try:
+            codes = self._move(mine, tail)
+        except BaseException:
+            give_up(self.core, names)
+            raise
+        want = [self.chunk.nbytes[at] + tail for at in mine]
+        good = [n for n in range(len(mine)) if codes[n] == want[n]]
+        bad = [n for n in range(len(mine)) if codes[n] != want[n]]
+        for n in bad:
+            late = codes[n] == NOT_MADE
+            cause = "too many entries in the library" if late else words(codes[n])
+            self.chunk.settle(mine[n], Status.TIMEOUT if late else Status.BACKEND_ERROR, cause)
+        self._leave([names[n] for n in bad if codes[n] in SETTLED], bad=False)
+        self._leave([names[n] for n in bad if codes[n] not in SETTLED])
+        if good:
+            self._end([mine[n] for n in good], [names[n] for n in good], whole=not bad)
+
+    def _leave(self, names: list[str], *, bad: bool = True) -> None:
+        """Give puts up at once, or (bad) when the library has let go of their bytes."""
+        if not names:
+            return
+        if bad:
+            self.loose += names
+            self.core.breakers.trip(STORES)
+        else:
+            give_up(self.core, names)
+
+    def _end(self, good: list[int], names: list[str], *, whole: bool) -> None:
+        if whole:
+            self.core.breakers.heal(STORES)
+        try:
+            codes = self.core.client.end_put(names)
+        except BaseException:
+            give_up(self.core, names)
+            raise
+        self._let_go([name for name, code in zip(names, codes, strict=True) if code == 0])
+        # A put that the master dropped stays open in the library.
+        failed = [name for name, code in zip(names, codes, strict=True) if code != 0]
+        if failed:
+            give_up(self.core, failed)
+        for at, code in zip(good, codes, strict=True):
+            if code == 0:
+                self.chunk.settle(at, Status.OK)
+                self.core.count("put.written")
+                self.core.count("put.bytes", self.chunk.nbytes[at])
+            else:
+                self.chunk.settle(at, Status.BACKEND_ERROR, words(code))
+
+    def _move(self, mine: list[int], tail: int) -> list[int]:
+        core, chunk, most = self.core, self.chunk, self.core.options.call_entries
+        taken = [self.slots[at] for at in mine] if self.slots else []
+        addresses, sizes = rows.with_slots(chunk, mine, taken, [tail] * len(mine))
+        names = [chunk.names[at] for at in mine]
+        entries = min(sum(map(len, sizes)), most)
+        with core.calling(entries, chunk.job.until, [STORES]) as entered:
+            if not entered:
+                return [NOT_MADE] * len(names)
+            began = time.monotonic()
+            try:
+                if len(sizes[0]) <= most:
+                    begin = [rows.starts(one) for one in sizes]
+                    return core.client.put_runs(names, addresses, sizes, begin)
+                return [self._move_long(names, addresses[0], sizes[0])]
+            finally:
+                self.took = max(self.took, time.monotonic() - began)
+
+    def _move_long(self, name: list[str], addresses: list[int], sizes: list[int]) -> int:
+        total = 0
+        for part in rows.parts(addresses, sizes, self.core.options.call_entries):
+            begin = rows.starts(part.sizes, part.offset)
+            moved = self.core.client.put_runs(name, [part.addresses], [part.sizes], [begin])[0]
+            if moved < 0:
+                return moved
+            total += moved
+        return total
+
+    def _compare(self, taken: list[int]) -> list[int]:
+        """Settle objects that are there with the same bytes; remove others; return the rest."""
+        if not taken:
+            return []
+        chunk, core = self.chunk, self.core
+        there, same = taken, set[int]()
+        if self.slots:
+            # Without trailers nothing proves what is there, and looking would lease it again.
+            found = core.client.find([chunk.names[at] for at in taken])
+            there = [at for at in taken if chunk.names[at] in found]
+            same = self._same(there, lambda at: found[chunk.names[at]].nbytes)
+        for at in same:
+            chunk.settle(at, Status.OK)
+            core.count("put.same")
+        self._replace([at for at in there if at not in same])
+        again = [at for at in taken if at not in same]
+        return self._unless_late(again, "leased to readers, or another writer has it open")
+
+    def _same(self, there: list[int], nbytes: Callable[[int], int]) -> set[int]:
+        """Return the objects whose trailer says that they are the ones to store."""
+        same = set()
+        for tail in (trailer.PLAIN, trailer.EXPIRING):
+            fits = [at for at in there if nbytes(at) == self.chunk.nbytes[at] + tail]
+            told = read_trailers(
+                self.core,
+                [self.chunk.keys[at] for at in fits],
+                [self.chunk.nbytes[at] for at in fits],
+                tail,
+                self.chunk.job.until,
+            )
+            for at, one in zip(fits, told, strict=True):
+                if isinstance(one, Trailer) and one.serves(self.sealed[at]):
+                    same.add(at)
+        return same
+
+    def _replace(self, other: list[int]) -> None:
+        """Remove objects with other bytes, so that the next round stores ours."""
+        if other:
+            names = [self.chunk.names[at] for at in other]
+            # By force only where every reader verifies: it may be reading right now.
+            self.core.client.remove(names, force=self.core.options.checksum)
+
+
+def read_trailers(
+    core: Core, keys: list[str], nbytes: list[int], tail: int, until: float
+) -> list[Trailer | Status]:
+    """Return the trailers of objects of these sizes, or why there is none."""
+    out: list[Trailer | Status] = []
+    most = max(min(core.options.call_entries, core.slots.total // 4), 1)
+    for low in range(0, len(keys), most):
+        part = slice(low, low + most)
+        out += _read_some(core, keys[part], nbytes[part], tail, until)
+    return out
+
+
+def _read_some(
+    core: Core, keys: list[str], nbytes: list[int], tail: int, until: float
+) -> list[Trailer | Status]:
+    taken = core.slots.take(len(keys), until)
+    if taken is None:
+        return [Status.TIMEOUT] * len(keys)
+    quiet = False
+    try:
+        with core.calling(len(keys), until, ()) as entered:
+            if not entered:
+                quiet = True
+                return [Status.TIMEOUT] * len(keys)
+            codes = core.client.tails(core.names.names(keys), taken, nbytes, tail)
+        quiet = all(code >= 0 or code in SETTLED for code in codes)
+        return [
+            trailer.unpack(key, slots.read(slot, tail)) if code == tail else status_of(code)
+            for key, slot, code in zip(keys, taken, codes, strict=True)
+        ]
+    finally:
+        # A slot that may still be written is not used again: 64 bytes for a rare event.
+        if quiet:
+            core.slots.give(taken)

@@ -1,0 +1,68 @@
+"""Threads that make the library's calls: each may hang for a minute, no caller does.
+
+Daemons, unlike those of an executor: a call that hangs must not hold up the interpreter's end.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
+
+MOST_TIMES = 4
+
+
+class Workers:
+    """`count` threads and a queue of work; what is queued runs in order."""
+
+    def __init__(self, count: int, name: str) -> None:
+        """Start them."""
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._name, self._most = name, MOST_TIMES * count
+        self._threads: list[threading.Thread] = []
+        for _ in range(count):
+            self.grow()
+
+    def grow(self) -> None:
+        """Add a thread in place of one that hangs, up to `MOST_TIMES` the first count."""
+        if len(self._threads) < self._most:
+            name = f"{self._name}-{len(self._threads)}"
+            thread = threading.Thread(target=_run, args=(self._work,), name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Queue `work`, which must not raise."""
+        self._work.put(work)
+
+    def call(self, work: Callable[[], T]) -> Future[T]:
+        """Queue `work` and return what will hold its result or error."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+                future.set_exception(error)
+
+        self._work.put(run)
+        return future
+
+    def stop(self, timeout: float) -> bool:
+        """Let queued work finish and the threads end; False if one is still busy."""
+        for _ in self._threads:
+            self._work.put(None)
+        until = time.monotonic() + timeout
+        for thread in self._threads:
+            thread.join(max(until - time.monotonic(), 0))
+        return not any(thread.is_alive() for thread in self._threads)
+
+
+def _run(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (one := work.get()) is not None:
+        one()
