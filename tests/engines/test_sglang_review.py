@@ -1,8 +1,10 @@
 """What shapes do not show, what a failed attach leaves behind, and what must not be in a log."""
 
+import gc
 import logging
 import threading
 import uuid
+import weakref
 from types import SimpleNamespace
 
 import msgspec
@@ -18,7 +20,7 @@ from kvconnect.memory.backend import MemoryBackend
 from kvconnect.wrappers.base import Wrapper
 from kvconnect.wrappers.deferring import Deferring
 from tests.engines import sglang_pools as pools
-from tests.engines.sglang_rank import Rank, config, content, fill, keys, served_by, tokens
+from tests.engines.sglang_rank import Rank, config, content, engine, fill, keys, served_by, tokens
 
 pytestmark = pytest.mark.sglang
 
@@ -180,6 +182,48 @@ def test_a_page_that_a_failed_self_test_may_still_write_is_given_to_nobody(sglan
     assert len(given) == 15 - used
 
 
+def test_a_page_that_is_lost_costs_the_next_attach_none(sglang, slow):
+    pool = pools.mha(sglang, "page_first", pages=16)
+    with pytest.raises(KVConnectError, match="self-test"):
+        Rank(pool, "memory://", timeout=0.2)
+    assert pool.available_size() == 15 * pool.page_size
+    slow.gate.set()
+    with Rank(pool, "memory://", timeout=20):
+        assert pool.available_size() == 15 * pool.page_size
+    assert slow.over.wait(20)
+    with Rank(pool, "memory://", timeout=20):
+        assert pool.available_size() == 15 * pool.page_size
+    pool.clear()
+    assert pool.available_size() == 16 * pool.page_size
+
+
+def test_a_side_pool_is_held_until_its_failed_self_test_is_quiet(sglang, slow):
+    """Its registration fails without a word to the engine, which goes on to use its pages."""
+    pool, side = (pools.mha(sglang, "page_first", pages=16) for _ in range(2))
+    slow.gate.set()
+    with Rank(pool, "memory://", timeout=0.2) as rank:
+        # What tells a server that runs was set by `Rank`: this one is still to come.
+        rank.backend._context.in_use.clear()
+        slow.gate.clear()
+        slow.over.clear()
+        name = engine().storage.PoolName.SWA
+        register = threading.Thread(
+            target=rank.backend.register_mem_host_pool_v2, args=(side, name)
+        )
+        register.start()
+        register.join(1.5)
+        assert register.is_alive(), "the engine was given a page that a transfer still writes"
+        slow.gate.set()
+        register.join(20)
+        assert not register.is_alive()
+        assert slow.over.is_set()
+        assert attached._held == []
+        fill(side, 7)
+        before = content(side, range(16))
+        assert list(rank.backend._side.refused) == ["swa"]
+        assert content(side, range(16)) == before
+
+
 def test_flat_pages_stay_while_a_failed_self_test_may_still_write_them(sglang, slow):
     pool = pools.mha(sglang, "page_first", pages=16)
     with pytest.raises(KVConnectError, match="self-test"):
@@ -196,6 +240,21 @@ def memory_of(connector):
     (plane,) = connector.pool.planes
     region = plane.region
     return (np.ctypeslib.ctypes.c_uint8 * region.nbytes).from_address(region.address)
+
+
+def test_memory_of_a_pool_that_is_destroyed_stays_until_the_detach(sglang, url):
+    """On its way out the engine destroys its pools with its storage threads at work."""
+    pool = pools.k_only(sglang, "page_first")
+    buffer = weakref.ref(pool.k_buffer)
+    with Rank(pool, url) as rank:
+        assert rank.put(keys("exit", 1), [0]) == 1
+        pool.destroy()
+        assert pool.k_buffer is None
+        gc.collect()
+        assert buffer() is not None, "stores would read memory that is somebody else's"
+        assert rank.put(keys("later", 1), [1]) == 1
+    gc.collect()
+    assert buffer() is None
 
 
 # -- a store that breaks its contract ----------------------------------------------------------
@@ -228,18 +287,30 @@ def test_what_a_store_raises_is_a_miss(sglang, monkeypatch, caplog, error, inter
     pool, names = pools.mha(sglang, "page_first", pages=8), keys("wild", 2)
     fill(pool, 1)
     want = content(pool, range(2))
-    with Rank(pool, "memory://", interface=interface, retries=0, threads=True) as rank:
+    with Rank(pool, "memory://", interface=interface, retries=0) as rank:
         assert rank.put(names, [0, 1]) == 2
         wild.error = error
         assert (rank.exists(names), rank.get(names, [4, 5])) == (0, 0)
         assert rank.put(keys("other", 2), [2, 3]) == 0
-        operation = rank._controller.write_storage(tokens(pool, [0]), [0] * 4, hash_value=names[:1])
-        assert rank._controller.ack_backup_queue.get(timeout=20).id == operation
         wild.error = None
         assert rank.get(names, [4, 5]) == 2
         assert content(pool, [4, 5]) == want
-        assert rank._controller.backup_thread.is_alive()
     assert any(repr(error) in r.getMessage() for r in caplog.records if "kvconnect" in r.name)
+
+
+def test_the_engines_threads_outlive_what_a_store_raises(sglang, monkeypatch):
+    wild = served_by(monkeypatch, Wild(MemoryBackend()))
+    pool = pools.mha(sglang, "page_first", pages=8)
+    with Rank(pool, "memory://", threads=True) as rank:
+        control = rank._controller
+        for error, stored in ((RuntimeError("wild"), 0), (None, 1)):
+            wild.error = error
+            control.write_storage(tokens(pool, [0]), [0] * 4, hash_value=keys("alive", 1))
+            done = control.ack_backup_queue.get(timeout=20)
+            assert done.completed_tokens == stored * pool.page_size
+            control.prefetch("request", [0] * 4)
+            asked = control.prefetch_hit_queue.get(timeout=20)
+            assert asked.storage_hit_count == 0, "these tokens have another hash"
 
 
 # -- secrets -----------------------------------------------------------------------------------

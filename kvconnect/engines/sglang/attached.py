@@ -3,8 +3,10 @@
 `attach` is the single way from a host pool to a connector: read the pool, derive identity and
 placement, plan, register, self-test. It raises typed errors and leaves nothing behind.
 `Attached` speaks SGLang's language (page hashes and token indices, one truth value per key)
-and raises nothing of kvconnect's on the data path: SGLang would throw away the whole batch.
+and raises nothing on the data path: SGLang would log a trace for every batch.
 """
+
+# ruff: noqa: BLE001 - what a store raises against its contract is a miss like any other
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,11 +28,12 @@ from kvconnect.engines.sglang.identity import KV, Identified, identify
 from kvconnect.engines.sglang.model_facts import ModelFacts
 from kvconnect.engines.sglang.notices import Notices
 from kvconnect.engines.sglang.options import Options
-from kvconnect.errors import KVConnectError, PageIndexError
+from kvconnect.errors import KVConnectError, PageIndexError, TransferTimeoutError
 from kvconnect.explain import size
 from kvconnect.foreign import wrap
 from kvconnect.page_index import token_pages
 from kvconnect.pool import U64, Pool
+from kvconnect.selftest import self_test
 
 log = logging.getLogger("kvconnect.sglang")
 
@@ -75,35 +78,61 @@ def attach(host_pool: Any, name: str, context: Context) -> Attached:
     found = identify(pool, host_pool, name, context.storage_config, options, context.facts)
     with _test_page(host_pool, pool, name, context) as page:
         connector = connect(pool, found, context, page)
-    return announced(Attached(name, connector, options), found)
+    return announced(Attached(name, connector, options, _attributes(host_pool)), found)
+
+
+def _attributes(host_pool: Any) -> dict[str, Any]:
+    return dict(getattr(host_pool, "__dict__", {}))
 
 
 @contextmanager
 def _test_page(host_pool: Any, pool: Pool, name: str, context: Context) -> Iterator[int | None]:
     """Give a page that the self-test may write, None where there is none.
 
-    Before requests come that is any page. Later (a store attached to a running server) the
-    engine's own allocator must give it away: bytes that are put back a moment later are wrong
-    if a copy from the GPU came in between. Of side pools only the anchor's allocator is known
-    to rule, or their own, so they are not tested then.
+    The engine's own allocator must give it away: bytes that are put back a moment later are
+    wrong if a copy from the GPU came in between, and a load that outlasts a failed test writes
+    them at any time. Of side pools only the anchor's allocator is known to rule, or their own,
+    so that they are tested before requests come, and not later.
     """
-    if not context.options.self_test:
+    lends = name == KV and hasattr(host_pool, "alloc")
+    if not context.options.self_test or (context.in_use.is_set() and not lends):
         yield None
-    elif not context.in_use.is_set():
-        yield pool.pages - 1
-    elif name != KV or (taken := host_pool.alloc(pool.index_step or pool.page_size)) is None:
+    elif not lends:
+        try:
+            yield pool.pages - 1
+        finally:
+            _wait_until_let_go(host_pool, name)
+    elif (taken := host_pool.alloc(pool.index_step or pool.page_size)) is None:
         yield None
     else:
+        page = int(pool.page_ids(taken)[0])
         try:
-            yield int(pool.page_ids(taken)[0])
+            yield page
         finally:
-            host_pool.free(taken)
+            if is_held(host_pool, page):
+                log.error("kvconnect: page %d of pool %s is lost: the store holds it", page, name)
+            else:
+                host_pool.free(taken)
+
+
+def _wait_until_let_go(host_pool: Any, name: str) -> None:
+    """Hold on to a pool whose test may still write: its page is anybody's once requests come."""
+    for connector in [one for one in _held if one.pool.owner is host_pool]:
+        while connector in _held:
+            try:
+                connector.close()
+                _held.remove(connector)
+            except TransferTimeoutError as error:
+                log.warning("kvconnect: pool %s: %s", name, error)
 
 
 def connect(pool: Pool, found: Identified, context: Context, test_page: int | None) -> Connector:
-    """Make the connector of a pool as `identify` found it; None leaves the self-test out."""
+    """Make the connector of a pool as `identify` found it; None leaves the self-test out.
+
+    Where it raises, `is_held` says whether the store still holds memory of the pool's owner.
+    """
     options = context.options
-    return Connector(
+    connector = Connector(
         pool,
         found.placement,
         found.identity,
@@ -119,10 +148,43 @@ def connect(pool: Pool, found: Identified, context: Context, test_page: int | No
         staging=options.staging,
         retries=options.retries,
         negative_ttl=options.negative_ttl,
-        self_test=test_page is not None,
+        self_test=False,
         self_test_page=test_page,
         elect_writer=found.elect_writer,
     )
+    if test_page is not None:
+        _test(connector)
+    return connector
+
+
+def _test(connector: Connector) -> None:
+    try:
+        said = self_test(connector)
+    except BaseException as error:
+        try:
+            connector.close()
+        except KVConnectError as left:
+            _held.append(connector)
+            error.add_note(f"detaching failed too: {left}")
+        raise
+    log.info("kvconnect: pool %s: %s", connector.pool.label, said)
+
+
+_held: list[Connector] = []
+"""Connectors that could not be closed: what they keep alive may be written at any time."""
+
+
+def is_held(owner: Any, page: int | None = None) -> bool:
+    """Tell whether a failed attach left a transfer that still holds memory of `owner`.
+
+    With `page`, whether it is that page.
+    """
+    for connector in list(_held):
+        with suppress(TransferTimeoutError):
+            connector.close(0)
+            _held.remove(connector)
+    of_owner = [one for one in _held if one.pool.owner is owner]
+    return any(page in {None, one.options.self_test_page} for one in of_owner)
 
 
 def announced(attached: Attached, found: Identified) -> Attached:
@@ -141,9 +203,16 @@ class Attached(Closing):
     still under way would then write, or store, what is another request's by now.
     """
 
-    def __init__(self, name: str, connector: Connector, options: Options) -> None:
-        """Take over `connector`; it is closed with this object."""
+    def __init__(
+        self, name: str, connector: Connector, options: Options, memory: object = None
+    ) -> None:
+        """Take over `connector`, which is closed with this object; `memory` is kept until then.
+
+        On its way out SGLang lets go of a pool's buffers while its storage threads still store
+        pages from them.
+        """
         self.name = name
+        self._memory = memory
         self.connector = connector
         self._options = options
         self._notices = Notices(f"pool {name} on {connector.backend.name}")
@@ -162,7 +231,7 @@ class Attached(Closing):
         """Tell which pages could be loaded: (keys,) bool. A store that fails has none."""
         try:
             return self.connector.exists(keys).pages
-        except KVConnectError as error:
+        except Exception as error:
             self._failed("exists", error)
             return np.zeros(len(keys), dtype=np.bool_)
 
@@ -207,7 +276,7 @@ class Attached(Closing):
                 outcome = self._settled(what, call, [keys[i] for i in places], ids[places])
                 ok[places] = _served(outcome)
                 nbytes += outcome.nbytes
-        except KVConnectError as error:
+        except Exception as error:
             self._failed(what, error)
             return Moved(np.zeros(len(keys), dtype=np.bool_), 0)
         for place, earlier in parts.same_as.items():
@@ -246,7 +315,7 @@ class Attached(Closing):
         It ends when the store answers or fails, and is reported as long as it lasts.
         """
         started = time.monotonic()
-        while held := set(self.connector.quarantined()).intersection(ids.tolist()):
+        while held := self._held_of(ids):
             self._notices.say(
                 "late",
                 f"{what}: {len(held)} pages are held back, {time.monotonic() - started:.1f} s "
@@ -254,6 +323,10 @@ class Attached(Closing):
                 f"of their memory",
             )
             time.sleep(QUIET_STEP)
+
+    def _held_of(self, ids: U64) -> frozenset[int]:
+        late = self.connector.quarantined()
+        return frozenset(late).intersection(ids.tolist() if late else ())
 
     def _report(self, what: str, outcome: Outcome) -> None:
         for status in np.unique(outcome.status).tolist():
@@ -268,9 +341,10 @@ class Attached(Closing):
                     f"{Status(status).name}{': ' if cause else ''}{cause}",
                 )
 
-    def _failed(self, what: str, error: KVConnectError) -> None:
+    def _failed(self, what: str, error: Exception) -> None:
         self.connector.metrics.add(f"{what}.refused")
-        self._notices.say(f"{what} {type(error).__name__}", f"{what} refused: {error}")
+        words = error if isinstance(error, KVConnectError) else repr(error)
+        self._notices.say(f"{what} {type(error).__name__}", f"{what} refused: {words}")
 
     def clear(self) -> int:
         """Remove every page of this identity, and nothing else; return objects removed."""
@@ -298,6 +372,7 @@ class Attached(Closing):
     def close(self, timeout: float | None = None) -> None:
         """Detach the pool; `TransferTimeoutError` (call again) while pages are in flight."""
         self.connector.close(timeout)
+        self._memory = None
 
     def __repr__(self) -> str:
         return f"Attached({self.name!r}, {self.connector!r})"

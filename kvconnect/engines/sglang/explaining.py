@@ -39,7 +39,9 @@ def explain_pool(host_pool: Any, config: Any) -> str:
         if found.placement.replicas > 1
         else "every rank stores its own part"
     )
-    lines = [f"store {name} at {options.url}", plan.explain(), explain_identity(identity)]
+    # Options of the URL may be credentials, which have no place in a text that is passed around.
+    where = options.url.partition("?")[0]
+    lines = [f"store {name} at {where}", plan.explain(), explain_identity(identity)]
     lines.append(f"writers: {replicas}")
     if not options.interface_v1:
         lines.append(

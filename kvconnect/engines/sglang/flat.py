@@ -29,6 +29,7 @@ from kvconnect.engines.sglang.attached import (
     Moved,
     announced,
     connect,
+    is_held,
 )
 from kvconnect.engines.sglang.flat_order import opaque_plane, ordered_plane
 from kvconnect.engines.sglang.identity import KV, Identified, identify
@@ -69,7 +70,8 @@ class FlatPages(Closing):
         try:
             self.attached = self._attach(context, slots)
         except BaseException:
-            self._memory.close()
+            if not is_held(self._memory):
+                self._memory.close()
             raise
 
     def _attach(self, context: Context, slots: int) -> Attached:

@@ -24,6 +24,9 @@ KV = "kv"
 MAMBA = "mamba"
 """Cut over TP ranks even where the KV of the model is replicated: not in WITH_LATENT."""
 
+ATTENTION = ("k", "v", "kv")
+"""Components that hold K and V as numbers; others are rows whose format their pool's name says."""
+
 WITH_LATENT = ("auxiliary_swa", "deepseek_v4_", "draft", "indexer", "swa")
 """How the names of side pools begin whose opaque rows are replicated as latent KV is."""
 
@@ -57,14 +60,16 @@ def identify(
 ) -> Identified:
     """Derive everything for `pool`, known to SGLang as `name`.
 
-    `host_pool` is asked for its layer range only. Raises `ConfigError` where an option, the
-    model's files and the pool contradict each other, naming both numbers and the fix.
+    `host_pool` is asked for what its buffers do not show: the range of layers, names of formats.
+    Raises `ConfigError` where an option, the model's files and the pool contradict each other,
+    naming both numbers and the fix.
     """
     found = _Found()
     weights = _weights(config, options, facts, found)
     layers = _layers(pool, host_pool, name, config, options, facts, found)
     held = _heads(pool, name, config, options, facts, layers, found)
     _draft(pool, host_pool, name, options, facts, found)
+    _values(pool, host_pool, name, options, facts, found)
     for axis in ("attn_cp", "dcp"):
         # No proof that two of these ranks hold equal bytes, so their ranges differ.
         _shard(axis, getattr(config, f"{axis}_rank"), getattr(config, f"{axis}_size"), found)
@@ -245,6 +250,42 @@ def _draft(
         found.extra["draft_layers"] = str(packed or pool.layers)
 
 
+def _values(
+    pool: Pool, host_pool: Any, name: str, options: Options, facts: ModelFacts, found: _Found
+) -> None:
+    """Name what the bytes mean beyond their shape: number format, settings, order of the device."""
+    found.extra |= dict(facts.settings.pairs)
+    # SGLang puts this into the served name, which an option may have replaced.
+    if tag := getattr(host_pool, "storage_format_tag", None):
+        found.extra["format"] = str(tag)
+    if order := _device_order(host_pool):
+        found.extra["device_order"] = order
+    if pool.dtype != "uint8":
+        return
+    draft = name.startswith("draft")
+    kind = options.kv_cache_dtype or (facts.settings.draft if draft else facts.settings.kv)
+    if kind is not None:
+        found.extra["kv_cache_dtype"] = kind
+    elif pool.components[0] in ATTENTION:
+        found.warnings.append(
+            "the pool holds bytes, and which float8 they are is not known: servers with "
+            "fp8_e4m3 and fp8_e5m2 would share pages; give kv_cache_dtype="
+        )
+
+
+def _device_order(host_pool: Any) -> str | None:
+    """Return the order of a page on the device where it is not (token, head, dim), else None.
+
+    SGLang copies pages whole, so that the host has the device's order under its own layout.
+    """
+    for info in getattr(host_pool, "_buffer_infos", ()):
+        layout = getattr(getattr(info, "buffers", None), "layout", None)
+        order = str(getattr(layout, "value", "nhd"))
+        if order not in {"nhd", "paged_nhd"}:
+            return order
+    return None
+
+
 def _with_grid(
     pool: Pool,
     name: str,
@@ -258,7 +299,9 @@ def _with_grid(
     cut = placement.heads.total > 1 and all(p.heads() is not None for p in pool.planes)
     lcm = config.tp_lcm_size or options.tp_lcm_size
     sizes = options.tp_sizes or ((lcm,) if lcm and options.head_group is None else ())
-    grid = bool(sizes or options.head_group) and cut and "tp_size" not in found.extra
+    # One head's bytes are not where the axes say if the device orders pages otherwise.
+    cut = cut and not {"tp_size", "device_order"} & found.extra.keys()
+    grid = bool(sizes or options.head_group) and cut
     default = "canonical" if grid else "native"
     # What else the options say about objects is about the anchor; side pools keep their order.
     own = options.object_layout if name == KV else None

@@ -11,10 +11,11 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvconnect.engines.sglang.settings import Settings
 from kvconnect.errors import ConfigError
 
 MOST_JSON_BYTES = 64 << 20
@@ -23,6 +24,9 @@ MOST_JSON_BYTES = 64 << 20
 BLOCK_BYTES, BLOCKS = 4096, 1024
 """The sample: about BLOCKS blocks over all weights files, at least LEAST_BLOCKS of each."""
 LEAST_BLOCKS = 8
+
+MOST_HEADER_BYTES = 2 << 20
+"""A longer header is not parsed; those of the largest shards there are have a tenth of that."""
 
 WEIGHTS_SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
 """In order of preference: a directory that has the first kind is judged by it alone."""
@@ -44,7 +48,8 @@ class ModelFacts:
     """Facts about a model; None where its directory does not say.
 
     `layers` and `kv_heads` count the whole model; `weights` is the fingerprint (hex), `draft`
-    that of the draft model served beside it, or its name.
+    that of the draft model served beside it, or its name; `settings` are those of the engine
+    that serves it.
     """
 
     layers: int | None = None
@@ -52,6 +57,7 @@ class ModelFacts:
     weights: str | None = None
     path: str | None = None
     draft: str | None = None
+    settings: Settings = field(default_factory=Settings)
 
 
 def read_model(path: str | Path, *, weights: bool = True) -> ModelFacts:
@@ -78,7 +84,8 @@ def fingerprint(folder: Path) -> str:
     """Return 32 hex characters that stand for configuration and weights.
 
     Covers config.json, the safetensors index, and name, size and a sample of blocks (among
-    them the header) of every weights file. Reads about 4 MiB however large the model is.
+    them the header and small tensors) of every weights file. Reads about 8 MiB, and the headers,
+    however large the model is.
     """
     digest = hashlib.blake2b(digest_size=16, person=b"kvconnect-model")
     for name in ("config.json", "model.safetensors.index.json"):
@@ -105,16 +112,38 @@ def weights_files(folder: Path) -> list[Path]:
 
 
 def _sample(file: Path, blocks: int) -> bytes:
-    """Return size and evenly spaced blocks of a file, its first and last among them."""
+    """Return size and blocks of a file: evenly spaced, first and last among them, and of tensors.
+
+    Of small ones (norms, biases, scales), which lie between and may be all that a fine-tune
+    changed.
+    """
     try:
         with file.open("rb", buffering=0) as handle:
             size = os.fstat(handle.fileno()).st_size
             last = max(size - BLOCK_BYTES, 0)
-            places = sorted({last * i // max(blocks - 1, 1) for i in range(blocks)})
-            parts = [os.pread(handle.fileno(), BLOCK_BYTES, place) for place in places]
+            places = {last * i // max(blocks - 1, 1) for i in range(blocks)}
+            if file.suffix == ".safetensors":
+                places |= _small_tensors(handle.fileno(), size, blocks)
+            parts = [os.pread(handle.fileno(), BLOCK_BYTES, place) for place in sorted(places)]
     except OSError as error:
         raise ConfigError(f"weights file {str(file)!r} cannot be read: {error}") from error
     return size.to_bytes(8, "little") + b"".join(parts)
+
+
+def _small_tensors(handle: int, size: int, most: int) -> set[int]:
+    """Return where tensors begin that evenly spaced blocks may miss, `most` of them at most."""
+    length = int.from_bytes(os.pread(handle, 8, 0), "little")
+    if length > min(size, MOST_HEADER_BYTES):
+        return set()
+    try:
+        header = json.loads(os.pread(handle, length, 8))
+        header.pop("__metadata__", None)
+        spans = sorted((int(a), int(b)) for a, b in (x["data_offsets"] for x in header.values()))
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
+        return set()  # no safetensors, whatever its name says
+    small = [8 + length + start for start, stop in spans if stop - start < size // most]
+    step = max(-(-len(small) // most), 1)
+    return {place for place in small[::step] if 0 <= place < size}
 
 
 def _feed(digest: Any, name: str, data: bytes) -> None:

@@ -57,6 +57,8 @@ class Options:
     """KV heads of the whole model."""
     layers: int | None = None
     """Layers of the whole model."""
+    kv_cache_dtype: str | None = None
+    """What a KV pool of bytes holds, as SGLang's flag names it; asked of the engine by default."""
 
     tp_sizes: tuple[int, ...] = ()
     """All TP sizes that share pages."""
@@ -108,7 +110,7 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     ),
     (("retries", "negative_ttl"), lambda value: value >= 0, "at least 0"),
     (
-        ("url", "model", "model_path", "weights", "draft_weights", "adapter"),
+        ("url", "model", "model_path", "weights", "draft_weights", "adapter", "kv_cache_dtype"),
         bool,
         "text that is not empty",
     ),
@@ -135,7 +137,7 @@ def parse(extra_config: Mapping[str, Any] | None) -> Options:
     return replace(parse_options(given, Options, CONTEXT), tp_sizes=sizes, **apart)
 
 
-_NAMES = ("model", "model_path", "weights", "draft_weights", "adapter", "salt")
+_NAMES = ("model", "model_path", "weights", "draft_weights", "adapter", "salt", "kv_cache_dtype")
 
 
 def _name(option: str, value: object) -> str | None:

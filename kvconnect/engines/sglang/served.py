@@ -13,6 +13,7 @@ from typing import Any
 
 from kvconnect.engines.sglang.model_facts import ModelFacts, fingerprint, read_model
 from kvconnect.engines.sglang.options import Options
+from kvconnect.engines.sglang.settings import read_settings
 from kvconnect.errors import ConfigError
 
 log = logging.getLogger("kvconnect.sglang")
@@ -25,7 +26,8 @@ def find_facts(options: Options) -> ModelFacts:
     cannot be read is no error: its facts stay unknown, and that is logged.
     """
     arguments = _server_arguments()
-    return replace(_target(options, arguments), draft=_draft(arguments))
+    settings = read_settings(arguments)
+    return replace(_target(options, arguments), draft=_draft(arguments), settings=settings)
 
 
 def _target(options: Options, arguments: Any) -> ModelFacts:

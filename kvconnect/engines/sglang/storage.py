@@ -122,7 +122,8 @@ class KVConnectStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
     def on_host_pools_registered(self) -> None:
         """Say that the attach is complete; pools that come later find the others in use."""
         self._context.in_use.set()
-        log.info("kvconnect: attached to %s", self._context.options.url)
+        # Options of the URL may be credentials, which have no place in a log.
+        log.info("kvconnect: attached to %s", self._context.options.url.partition("?")[0])
 
     # -- keys --------------------------------------------------------------------------------
 
@@ -257,7 +258,8 @@ class KVConnectStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         if self._rates is not None and moved.ok.all():
             pages = moved.nbytes // self._pages().page_nbytes
             self._rates.note(operation, pages, moved.nbytes, time.perf_counter() - started)
-        return [bool(ok) for ok in moved.ok]
+        each: list[bool] = moved.ok.tolist()
+        return each
 
     def get_stats(self) -> Any:
         """Return SGLang's `StorageMetrics` since the last call, None where metrics are off."""
