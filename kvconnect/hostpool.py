@@ -14,6 +14,7 @@ from typing import Any
 
 from kvconnect import hostmem
 from kvconnect.backend import Closing
+from kvconnect.errors import LayoutError
 from kvconnect.layouts import Geometry
 from kvconnect.page_index import U64
 from kvconnect.pool import Plane, Pool
@@ -63,6 +64,17 @@ class PoolPlan:
             shared=self.shared,
             pin=self.pin,
         )
+        return _build(self.geometry, memory, self.label)
+
+    def place(self, memory: hostmem.HostMemory) -> HostPool:
+        """Put it into memory allocated elsewhere, which the pool takes over.
+
+        `LayoutError` if it is too small.
+        """
+        if memory.nbytes < self.nbytes:
+            raise LayoutError(
+                f"pool {self.label!r} takes {self.nbytes} B; the memory has {memory.nbytes} B"
+            )
         return _build(self.geometry, memory, self.label)
 
 

@@ -8,6 +8,7 @@ no entry points exist; an installed entry point of the same name wins.
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import cast
@@ -45,7 +46,7 @@ def split_url(url: str) -> tuple[str, str, dict[str, str]]:
     ('nvme', '/mnt/kv', {'capacity': '1GiB'})
     """
     # Options may hold secrets, which have no place in messages.
-    shown = url.partition("?")[0]
+    shown = re.sub("//[^/]*@", "//...@", re.split("[?#]", url, maxsplit=1)[0])
     try:
         parts = urlsplit(url)
     except ValueError as error:

@@ -8,6 +8,7 @@ are kept here once, for every backend and wrapper whose worker can say "key i is
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -82,6 +83,33 @@ class BatchTransfer:
     def __repr__(self) -> str:
         state = "done" if self.done() else "cancelling" if self.cancelled else "under way"
         return f"Transfer({self.batch.op.value}, {len(self.batch)} keys, {state})"
+
+
+class TimedTransfer(BatchTransfer):
+    """A batch that its worker gives up at `until` (monotonic), settling what is left at once."""
+
+    def __init__(self, batch: Batch, seconds: float) -> None:
+        """`seconds`: how long the worker may take, and how long `wait(None)` waits."""
+        super().__init__(batch, seconds)
+        self.until = time.monotonic() + seconds
+        self._settled = np.zeros(len(batch), dtype=np.bool_)
+
+    def stop_reason(self) -> Status | None:
+        """Return why to stop, or None to go on."""
+        # Time first: a caller that was told TIMEOUT is not to find the object later.
+        if time.monotonic() > self.until:
+            return Status.TIMEOUT
+        return Status.CANCELLED if self.cancelled else None
+
+    def settle(self, index: int, status: int, cause: str = "", *, dirty: bool = False) -> None:
+        """Worker: fix the status of one key."""
+        super().settle(index, status, cause, dirty=dirty)
+        self._settled[index] = True
+
+    def settle_rest(self, status: int, cause: str, *, dirty: bool = False) -> None:
+        """Worker: fix the status of all keys that have none."""
+        for index in np.flatnonzero(~self._settled).tolist():
+            self.settle(index, status, cause, dirty=dirty)
 
 
 def select(batch: Batch, index: NDArray[np.int64]) -> Batch:

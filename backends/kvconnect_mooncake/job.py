@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kvconnect.backend import Batch, Outcome, Status
 from kvconnect.transfers import BatchTransfer
 
-CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = 64 << 20
 """Payload of one call at most, if it is more than one object: hashing one chunk overlaps with
 moving another."""
 

@@ -6,6 +6,7 @@ landing. So a handle lives until NIXL calls its transfer finished, whoever has g
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from typing import Any
 from kvconnect.backend import Closing
 from kvconnect.errors import KVConnectError, TransferTimeoutError
 from kvconnect_nixl.foreign import translate
+
+log = logging.getLogger("kvconnect.nixl")
 
 POLL_SECONDS = 1e-4
 """Between two looks. POSIX submits and reaps only while it is being looked at."""
@@ -56,9 +59,15 @@ class Posted(Closing):
                     return
                 if state != "DONE":
                     self.error = translate(RuntimeError(state), self.doing)
-            self._agent.release_xfer_handle(self._handle)
+            self._release()
             self.done = True
             self._keeper.ended(self)
+
+    def _release(self) -> None:
+        try:
+            self._agent.release_xfer_handle(self._handle)
+        except Exception as error:  # noqa: BLE001 - it has ended: only its handle is left over
+            log.warning("nixl: %s: its handle was not released: %s", self.doing, error)
 
     def wait(self, timeout: float) -> None:
         """Wait at most `timeout` seconds for the end and raise what went wrong.

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kvconnect.errors import CapacityError, TransferTimeoutError
+from kvconnect.first_fit import FirstFit
 from kvconnect.region import Region
 from kvconnect_nvme.engine import NoSlotError
 from kvconnect_nvme.options import BLOCK, down, up
@@ -56,9 +57,13 @@ class BouncePool:
         self.limit, self._timeout, self._made = down(limit), timeout, made
         self._memory: memoryview | None = None
         self._base = 0
-        self._taken: list[tuple[int, int]] = []
+        self._parts = FirstFit(self.limit)
         self._changed = threading.Condition()
-        self.touched = 0
+
+    @property
+    def touched(self) -> int:
+        """Bytes of the pool that were ever used."""
+        return self._parts.touched
 
     @contextmanager
     def slot(self, nbytes: int, *, wait: bool = True) -> Iterator[Slot]:
@@ -90,7 +95,7 @@ class BouncePool:
                 self._base = address_of(memory)
                 self._made(Region("bounce", self._base, self.limit))
                 self._memory = memory
-            while (offset := self._find(need)) is None:
+            while (offset := self._parts.take(need)) is None:
                 if not wait:
                     raise NoSlotError
                 if not self._changed.wait(until - time.monotonic()) and time.monotonic() >= until:
@@ -98,20 +103,9 @@ class BouncePool:
                         f"nvme: no bounce buffer of {need} B came free in {self._timeout} s; "
                         f"raise bounce={self.limit} B"
                     )
-            self._taken.append((offset, need))
-            self._taken.sort()
-            self.touched = max(self.touched, offset + need)
             return offset
-
-    def _find(self, need: int) -> int | None:
-        at = 0
-        for offset, nbytes in self._taken:
-            if offset - at >= need:
-                return at
-            at = offset + nbytes
-        return at if self.limit - at >= need else None
 
     def _release(self, offset: int, nbytes: int) -> None:
         with self._changed:
-            self._taken.remove((offset, nbytes))
+            self._parts.give(offset, nbytes)
             self._changed.notify_all()

@@ -39,8 +39,9 @@ class Buckets:
         self.rows, self._flat = rows, rows.reshape(-1)
         self._bits = len(rows).bit_length() - 1
 
-    def _choices(self, words: Words) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        return _bucket(words, self._bits), _bucket(_second(words), self._bits)
+    def _choices(self, words: Words) -> NDArray[np.intp]:
+        """Return the two buckets of each word: (2, words)."""
+        return _bucket(np.array((words, _second(words))), self._bits)
 
     def find(self, words: Words) -> Words:
         """Return for each word the one of the same object in the set, with its bit, or 0."""
@@ -65,25 +66,29 @@ class Buckets:
             return True
         at = self._places(words)
         known = at >= 0
-        self._flat[at[known]] = words[known]
-        return self._place(_distinct(words[~known]))
+        if known.any():
+            self._flat[at[known]] = words[known]
+            words = words[~known]
+        return self._place(_distinct(words))
 
     def _place(self, words: Words) -> bool:
         while len(words):
-            first, second = self._choices(words)
-            one, two = self._used(first), self._used(second)
-            bucket = np.where(two < one, second, first)
-            if (np.minimum(one, two) == WIDTH).any():
+            both = self._choices(words)
+            used = (self.rows[both] != 0).sum(axis=2)
+            if (used.min(axis=0) == WIDTH).any():
                 return False
+            bucket = np.where(used[1] < used[0], both[1], both[0])
+            if len(words) == 1:
+                self._put(bucket, words)
+                break
             # One word per bucket and round, as the next one's place depends on it.
             bucket, turn = np.unique(bucket, return_index=True)
-            slot = (self.rows[bucket] == 0).argmax(axis=1)
-            self.rows[bucket, slot] = words[turn]
+            self._put(bucket, words[turn])
             words = np.delete(words, turn)
         return True
 
-    def _used(self, bucket: NDArray[np.intp]) -> NDArray[np.intp]:
-        return np.asarray(np.count_nonzero(self.rows[bucket], axis=1))
+    def _put(self, bucket: NDArray[np.intp], words: Words) -> None:
+        self.rows[bucket, (self.rows[bucket] == 0).argmax(axis=1)] = words
 
     def remove(self, words: Words) -> None:
         """Take words out, those that are there."""
@@ -94,10 +99,9 @@ class Buckets:
     def _places(self, words: Words) -> NDArray[np.intp]:
         """Return where each word lies in `_flat`, or -1."""
         out = np.full(len(words), -1, dtype=np.intp)
-        for bucket in self._choices(words):
-            hits = same(self.rows[bucket], words[:, None])
-            which, slot = np.nonzero(hits)
-            out[which] = bucket[which] * WIDTH + slot
+        both = self._choices(words)
+        side, which, slot = same(self.rows[both], words[:, None]).nonzero()
+        out[which] = both[side, which] * WIDTH + slot
         return out
 
     def count(self) -> int:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvconnect.backend import Batch, Status
+from kvconnect.backend import Batch
+from kvconnect.batch_memory import BatchMemory
 from kvconnect.region import Region
-from kvconnect.transfers import BatchTransfer
+from kvconnect.transfers import TimedTransfer
 from kvconnect_nvme import keys
 from kvconnect_nvme.arena import Arena
 from kvconnect_nvme.bounce import BouncePool
@@ -19,7 +19,6 @@ from kvconnect_nvme.builder import Builder
 from kvconnect_nvme.engine import IoEngine
 from kvconnect_nvme.env import IndexEnv
 from kvconnect_nvme.index import Index
-from kvconnect_nvme.memory import BatchMemory
 from kvconnect_nvme.options import NvmeOptions
 from kvconnect_nvme.owners import Owner
 from kvconnect_nvme.slabs import Slabs
@@ -65,7 +64,7 @@ class Core:
         self.visited.mark(np.array(addresses, dtype=np.uint64))
 
 
-class Job(BatchTransfer):
+class Job(TimedTransfer):
     """A transfer with the memory it moves and the time it may take."""
 
     def __init__(
@@ -75,27 +74,8 @@ class Job(BatchTransfer):
         super().__init__(batch, seconds)
         self.packed = keys.pack_all(batch.keys)
         self.memory = BatchMemory(batch, regions, alignment)
-        self._until = time.monotonic() + seconds
-        self._settled = np.zeros(len(batch), dtype=np.bool_)
-
-    def stop_reason(self) -> Status | None:
-        """Return why to stop, or None to go on."""
-        # Time first: a caller that was told TIMEOUT is not to find the object later.
-        if time.monotonic() > self._until:
-            return Status.TIMEOUT
-        return Status.CANCELLED if self.cancelled else None
 
     def check(self) -> None:
         """Raise `Stopped` when the caller asked to stop or the time is up."""
         if (status := self.stop_reason()) is not None:
             raise Stopped(status)
-
-    def settle(self, index: int, status: int, cause: str = "", *, dirty: bool = False) -> None:
-        """Fix the status of one key."""
-        super().settle(index, status, cause, dirty=dirty)
-        self._settled[index] = True
-
-    def settle_rest(self, status: int, cause: str, *, dirty: bool = False) -> None:
-        """Fix the status of all keys that have none."""
-        for index in np.flatnonzero(~self._settled).tolist():
-            self.settle(index, status, cause, dirty=dirty)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from kvconnect.batch_memory import BatchMemory
 from kvconnect_nvme.engine import Group
-from kvconnect_nvme.memory import BatchMemory
 from kvconnect_nvme.options import NvmeOptions, up
 from kvconnect_nvme.slabs import Slabs
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kvconnect.batch_memory import BatchMemory
 from kvconnect_nvme.engine import Group, Lent
-from kvconnect_nvme.memory import BatchMemory
 from kvconnect_nvme.options import up
 
 

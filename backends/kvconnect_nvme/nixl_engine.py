@@ -56,7 +56,7 @@ class NixlEngine(Closing):
         Raises `UnavailableError` where NIXL or the plugin does not load.
         """
         self.name, self.plan, self.window = plan.label, plan, threads
-        self._reason = reason
+        self._reason, self._timeout = reason, timeout
         self._agent = Agent({plan.plugin: plan.parameters}, library=library, timeout=timeout)
         self._ids = SlabIds(self._agent, plan, slabs)
         self._threads = ThreadsEngine(threads)
@@ -74,7 +74,8 @@ class NixlEngine(Closing):
         if not own and not self.plan.in_place:
             return Nothing()
         rows = plain(region.address, region.nbytes, self.plan.device)
-        return self._agent.register(self.plan.plugin, "DRAM", rows)
+        with self.plan.guard(region, self._timeout):
+            return self._agent.register(self.plan.plugin, "DRAM", rows)
 
     def run(self, op: Op, groups: Sequence[Group], work: Work) -> list[Exception | None]:
         """Move all groups; return each one's error. All memory is quiet on return."""

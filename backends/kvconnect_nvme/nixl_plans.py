@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from kvconnect.errors import ConfigError
+from kvconnect.region import Region
 from kvconnect_nixl.agent import Agent, Memory
 from kvconnect_nixl.rows import device_ids, file_name, plain
+from kvconnect_nvme import gusli
 from kvconnect_nvme.engine import Group
 from kvconnect_nvme.options import NvmeOptions
 from kvconnect_nvme.slabs import Slabs
@@ -24,7 +27,8 @@ class Plan:
 
     `remote`: what slabs are to the plugin; `device`: the id under which it wants memory.
     `chunk`: descriptors of one transfer, `depth`: of all under way, at most. `piece`: bytes of
-    one descriptor at most. `in_place`: whether callers' memory may be registered.
+    one descriptor at most. `in_place`: whether callers' memory may be registered. `guard`: what
+    the registration of a region goes on inside of, in so many seconds.
     """
 
     io: str
@@ -36,6 +40,7 @@ class Plan:
     depth: int = 32 << 10
     piece: int = 8 << 20
     in_place: bool = True
+    guard: Callable[[Region, float], AbstractContextManager[None]] = lambda *_: nullcontext()
 
     @property
     def label(self) -> str:
@@ -77,8 +82,9 @@ def _gusli(_: NvmeOptions, slabs: Slabs) -> Plan:
     # GUSLI maps shared memory of its own over what is registered: the contents are gone, and
     # memory that does not begin at a page boundary aborts the process. So it gets ours alone.
     return Plan(
-        "nixl-gusli", "GUSLI", parameters, "BLOCK", GUSLI_ID, chunk=most, depth=most, in_place=False
-    )
+        "nixl-gusli", "GUSLI", parameters, "BLOCK", GUSLI_ID, chunk=most, depth=most,
+        in_place=False, guard=gusli.alone,
+    )  # fmt: skip
 
 
 _PLANS: dict[str, Callable[[NvmeOptions, Slabs], Plan]] = {

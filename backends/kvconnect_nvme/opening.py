@@ -21,7 +21,13 @@ from kvconnect_nvme.engines import open_engine
 from kvconnect_nvme.env import attach
 from kvconnect_nvme.foreign import mapped
 from kvconnect_nvme.options import BLOCK, NvmeOptions, default_slab, down
-from kvconnect_nvme.owners import Owner, exclusive, others_alive, sweep
+from kvconnect_nvme.owners import (
+    Owner,
+    exclusive,
+    others_alive,
+    refuse_other_machines,
+    sweep,
+)
 from kvconnect_nvme.slabs import Slabs
 from kvconnect_nvme.space import Space
 from kvconnect_nvme.tables import ONE, Session
@@ -81,6 +87,7 @@ def open_core(home: Home, options: NvmeOptions) -> Core:
     """Open everything; on failure whatever was opened is closed again, last first."""
     with ExitStack() as undo, mapped(f"open {home.data}"):
         with exclusive(home.lock, options.timeout):
+            refuse_other_machines(home.owners)
             _drop_after_power_cut(home)
             if options.durability == "none":
                 _mark_unsafe(home)

@@ -15,7 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvconnect.backend import Closing
-from kvconnect.errors import TransferTimeoutError
+from kvconnect.errors import ConfigError, TransferTimeoutError
+from kvconnect_nvme.boot import boot_id
 from kvconnect_nvme.env import IndexEnv
 from kvconnect_nvme.extents import Extents
 from kvconnect_nvme.foreign import mapped
@@ -50,7 +51,10 @@ def _lock(fd: int) -> bool:
 
 
 class Owner(Closing):
-    """This store's identity as a holder of space: an id and a lock that ends with it."""
+    """This store's identity as a holder of space: an id and a lock that ends with it.
+
+    The file names the boot of the machine, so that another machine sees whose it is.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Create and lock the file; the caller holds the store's open lock."""
@@ -61,6 +65,8 @@ class Owner(Closing):
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             self._fd = os.open(self.path, flags, 0o600)
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with suppress(OSError):  # a full disk: other machines are then not told
+                os.write(self._fd, _machine().encode())
 
     def close(self) -> None:
         """Remove the file and drop the lock."""
@@ -73,6 +79,29 @@ class Owner(Closing):
         # Dropped without close: let go of the lock, so that a sweep finds the space.
         if getattr(self, "_fd", -1) >= 0:
             os.close(self._fd)
+
+
+def _machine() -> str:
+    try:
+        return boot_id()
+    except OSError:  # a sandbox that does not say
+        return ""
+
+
+def refuse_other_machines(folder: Path) -> None:
+    """Raise `ConfigError` if a store here is open on another machine, as on a shared volume.
+
+    LMDB's locks and the maps are memory of one kernel: a second one would write over the
+    first. The caller holds the open lock.
+    """
+    mine = _machine()
+    for path in folder.iterdir():
+        theirs = path.read_text(encoding="ascii", errors="replace")
+        if mine and theirs not in {"", mine} and not _is_dead(path):
+            raise ConfigError(
+                f"nvme: {folder.parent} is open on another machine (boot {theirs}, this one is "
+                f"{mine}); give each machine a store of its own, or close it there first"
+            )
 
 
 def others_alive(folder: Path) -> bool:

@@ -68,12 +68,10 @@ class Pending:
         """Return what a transaction changed as (gone, there)."""
         if not changed:
             return _none(), _none()
-        gone = [one for one, how in changed.items() if how is None]
-        there = [(one, how) for one, how in changed.items() if how is not None]
-        lasting = self.words([key for (key, _), _ in there], [size for (_, size), _ in there])
-        flags = np.array([how for _, how in there], dtype=np.uint64) * EXPIRES
-        removed = self.words([key for key, _ in gone], [size for _, size in gone])
-        return np.sort(removed), np.sort(lasting | flags)
+        found = self.words([key for key, _ in changed], [size for _, size in changed])
+        how = np.array([2 if one is None else one for one in changed.values()], dtype=np.uint64)
+        there = how <= EXPIRES
+        return np.sort(found[~there]), np.sort(found[there] | how[there])
 
     def over(self, found: Words, asked: Words) -> Words:
         """Bring what the table said about the words `asked` up to this transaction."""

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 import xxhash
 
 from kvconnect.backend import Status
+from kvconnect.batch_memory import BatchMemory
 from kvconnect.region import Region
 from kvconnect_nvme.bounce import BouncePool, aligned
 from kvconnect_nvme.engine import Group, Lent
 from kvconnect_nvme.lent import Bounced, InPlace
-from kvconnect_nvme.memory import BatchMemory
 from kvconnect_nvme.options import BLOCK, up
 
 _ZEROS = aligned(BLOCK)

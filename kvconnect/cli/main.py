@@ -9,8 +9,11 @@ import typer
 
 import kvconnect
 from kvconnect.cli import store
+from kvconnect.cli.bootstrap import bootstrap
 from kvconnect.cli.demo import demo
 from kvconnect.cli.doctor import doctor
+from kvconnect.cli.keys import keys
+from kvconnect.cli.pd_demo import pd_demo
 from kvconnect.cli.store_find import find_page
 from kvconnect.errors import KVConnectError
 
@@ -22,8 +25,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for command in (
+    bootstrap,
     demo,
     doctor,
+    keys,
+    pd_demo,
     store.schemes,
     store.stats,
     store.namespaces,

@@ -93,10 +93,13 @@ def stopped(until: float, stop: threading.Event) -> PeerOutcome | None:
 
 
 def finish(transfer: PeerTransfer, until: float, stop: threading.Event) -> PeerOutcome | None:
-    """Wait until a transfer is quiet; None where the deadline or `stop` came first."""
+    """Wait for the outcome; None where the deadline or `stop` came first.
+
+    A failure is known before the transfer is quiet: see `PeerTransfer.done` for that.
+    """
     while True:
         outcome = transfer.wait(max(min(until - time.monotonic(), _POLL_SECONDS), 0))
-        if transfer.done():
+        if transfer.done() or outcome.status not in {PeerStatus.OK, PeerStatus.TIMEOUT}:
             return outcome
         if stopped(until, stop) is not None:
             return None
@@ -106,7 +109,8 @@ def _next(under_way: deque[PeerTransfer], until: float, stop: threading.Event) -
     """Wait for the oldest transfer; one that is not quiet goes back to the others."""
     transfer = under_way.popleft()
     outcome = finish(transfer, until, stop)
-    if outcome is None:
+    if not transfer.done():
         under_way.append(transfer)
+    if outcome is None:
         return stopped(until, stop) or PeerOutcome(PeerStatus.CANCELLED, 0, "cancelled")
     return outcome

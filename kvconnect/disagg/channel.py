@@ -25,6 +25,9 @@ from kvconnect.errors import ClosedError, ConfigError, UnavailableError
 log = logging.getLogger("kvconnect.disagg")
 
 TICK_SECONDS = 0.02
+CALL_SECONDS = 10.0
+_LINGER_MS = 500
+"""How long a close waits for the last words to leave; a peer that does not take them loses them."""
 _HIGH_WATER = 10_000
 """Messages that wait for a peer before more to it are dropped."""
 
@@ -95,6 +98,8 @@ class Channel(Closing):
         def bind() -> str:
             socket = self._socket(self._zmq.ROUTER)
             socket.setsockopt(self._zmq.ROUTER_MANDATORY, 1)
+            # A rank whose connection broke unnoticed may come back by a new one at once.
+            socket.setsockopt(self._zmq.ROUTER_HANDOVER, 1)
             if self._keys is not None:
                 socket.curve_server = True
                 socket.zap_domain = _DOMAIN.encode()
@@ -106,7 +111,7 @@ class Channel(Closing):
             self._server = socket
             return str(socket.last_endpoint.decode())
 
-        return str(self._call(bind))
+        return str(self.call(bind))
 
     def dial(self, address: str, name: bytes) -> str:
         """Open a connection as `name`; returns the route to use. It connects in the background."""
@@ -123,10 +128,10 @@ class Channel(Closing):
                 self._clients[address] = socket
             return address
 
-        return str(self._call(connect))
+        return str(self.call(connect))
 
     def hang_up(self, route: str) -> None:
-        """Drop a connection that `dial` opened."""
+        """Channel thread: drop a connection that `dial` opened."""
         socket = self._clients.pop(route, None)
         if socket is not None:
             socket.close(0)
@@ -152,10 +157,18 @@ class Channel(Closing):
             self._work.append(work)
             os.eventfd_write(self._wake, 1)
 
-    def _call(self, work: Callable[[], Any]) -> Any:
-        done, box = threading.Event(), list[Any]()
+    def call(self, work: Callable[[], Any], timeout: float = CALL_SECONDS) -> Any:
+        """Run `work` in the channel's thread and return what it returned, or raise what it raised.
+
+        `UnavailableError` where the thread is not free in time: then `work` is never run.
+        """
+        done, box = threading.Event(), list[tuple[bool, Any]]()
+        turn = threading.Lock()
 
         def run() -> None:
+            # Whoever has the turn decides: the thread runs it, or the caller has given up.
+            if not turn.acquire(blocking=False):
+                return
             try:
                 box.append((True, work()))
             except Exception as error:  # noqa: BLE001 - raised again where it was asked
@@ -163,8 +176,14 @@ class Channel(Closing):
             done.set()
 
         self.post(run)
-        if not done.wait(10):
-            raise UnavailableError("the control channel's thread did not answer within 10 s")
+        if not done.wait(timeout) and turn.acquire(blocking=False):
+            raise UnavailableError(
+                f"the control channel's thread was not free within {timeout:g} s"
+            )
+        if not done.wait(timeout):
+            raise UnavailableError(
+                f"the control channel's thread hangs for {timeout:g} s in a call"
+            )
         good, value = box[0]
         if not good:
             raise value
@@ -190,7 +209,7 @@ class Channel(Closing):
                 next_tick = time.monotonic() + TICK_SECONDS
         for socket in [self._server, *self._clients.values()]:
             if socket is not None:
-                socket.close(0)
+                socket.close(_LINGER_MS)
 
     def _wait(self, next_tick: float) -> None:
         poller = self._zmq.Poller()
@@ -244,7 +263,10 @@ class Channel(Closing):
                 return
             self._closed = True
             os.eventfd_write(self._wake, 1)
-        self._thread.join(10)
+        self._thread.join(CALL_SECONDS)
+        if self._thread.is_alive():
+            # Its sockets are open, so ending the context would wait for them without end.
+            raise UnavailableError(f"the control channel's thread hangs for {CALL_SECONDS:g} s")
         if self._authenticator is not None:
             self._authenticator.stop()
         self._context.term()

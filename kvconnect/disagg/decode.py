@@ -8,9 +8,8 @@ any more, or is known to be gone: late bytes never reach a page that was handed 
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -18,6 +17,7 @@ from kvconnect.disagg.carry import Carried, carry
 from kvconnect.disagg.checksum import checksum
 from kvconnect.disagg.conform import Side, common_slots
 from kvconnect.disagg.endpoint import Endpoint, PeerRank
+from kvconnect.disagg.greet import Greetings
 from kvconnect.disagg.handshake import check_slots
 from kvconnect.disagg.inbound import Inbound
 from kvconnect.disagg.intake import Heap, Intake, Receiving
@@ -42,7 +42,7 @@ from kvconnect.disagg.orders import Layers
 from kvconnect.disagg.pairs import share_of, shares
 from kvconnect.disagg.requests import RequestState
 from kvconnect.disagg.transport import Runs, Way
-from kvconnect.errors import ConfigError, KVConnectError, UnavailableError
+from kvconnect.errors import ClosedError, ConfigError, KVConnectError
 from kvconnect.page_index import U64, check_page_ids
 from kvconnect.placement import Placement
 
@@ -55,7 +55,8 @@ class DecodeEndpoint(Endpoint):
     def __init__(self, *args: Any, **options: Any) -> None:
         """Take the arguments of `Endpoint`; call `connect` before the first request."""
         self._receivings: dict[str, Receiving] = {}
-        self._waiting: dict[str, tuple[threading.Event, list[Any]]] = {}
+        self._greetings = Greetings()
+        self._nagged = 0.0
         super().__init__(*args, **options)
         self._inbound = Inbound(self, self._find, self._fail, self._emptied)
 
@@ -71,27 +72,13 @@ class DecodeEndpoint(Endpoint):
         shares([peer.side.placement for peer in met], self.side.placement)
 
     def _greet(self, address: str, until: float) -> PeerRank:
-        name = bytes.fromhex(self.generation)
-        route = self._channel.dial(address, name)
-        done, box = threading.Event(), list[Any]()
-        self._waiting[route] = done, box
-        try:
-            while not done.is_set():
-                if time.monotonic() > until:
-                    raise UnavailableError(
-                        f"no prefill rank answered at {address}: is it running, and are the keys "
-                        f"the same on both sides?"
-                    )
-                # Again and again: what is sent to a rank that is not up yet may be lost.
-                said = Envelope(self.generation, "", self.hello())
-                self._channel.post(partial(self._channel.send, route, said))
-                done.wait(0.5)
-        finally:
-            self._waiting.pop(route, None)
-        if isinstance(box[0], Exception):
-            raise box[0]
-        peer: PeerRank = box[0]
-        return peer
+        route = self._channel.dial(address, bytes.fromhex(self.generation))
+        said = Envelope(self.generation, "", self.hello())
+
+        def say_hello() -> None:
+            self._channel.post(partial(self._channel.send, route, said))
+
+        return self._greetings.greet(address, route, until, say_hello)
 
     def receive(
         self,
@@ -126,6 +113,8 @@ class DecodeEndpoint(Endpoint):
         return receiving
 
     def _begin(self, receiving: Receiving) -> None:
+        if self._closing:
+            raise ClosedError(f"{self.options.name} is closed")
         if receiving.request_id in self._receivings:
             raise ConfigError(f"request {receiving.request_id!r} is under way already")
         taken = set(receiving.pages.tolist()).intersection(self._held())
@@ -191,43 +180,35 @@ class DecodeEndpoint(Endpoint):
 
     def on_hello(self, route: str, generation: str, hello: Hello) -> None:
         """Take a prefill rank's answer: connect to it in a worker, then tell who asked."""
-        known = self.peers.get(generation)
-        if known is not None and known.lost is None:
-            self._answer(route, known)
-            return
-        if route not in self._waiting:
+        if not self._greetings.expects(route):
             return
         for peer in self.peers.values():
             if peer.route == route and peer.lost is None and peer.generation != generation:
                 self.lose(peer, "another start of it answers at its address")
 
-        def met(peer: PeerRank | None, error: Exception | None) -> None:
-            if peer is not None:
-                self.peers.setdefault(generation, peer)
-            self._answer(route, self.peers.get(generation) or error)
+        def told(peer: PeerRank | None, error: Exception | None) -> None:
+            self._greetings.answer(route, peer or error or ConfigError(f"{route} said nothing"))
 
-        self.later(lambda: self.meet(route, generation, hello), met)
-
-    def _answer(self, route: str, value: Any) -> None:
-        if route in self._waiting:
-            done, box = self._waiting[route]
-            if not done.is_set():
-                box.append(value)
-                done.set()
+        self.acquaint(route, generation, hello, told)
 
     def on_stranger(self, route: str, envelope: Envelope) -> None:
-        """Hear a refusal: of our greeting, or because the rank there has restarted."""
-        if not isinstance(envelope.message, Refused) or envelope.to != self.generation:
-            return
-        for peer in self.peers.values():
-            if peer.route == route and peer.lost is None:
-                self.lose(peer, f"its address is another start's: {envelope.message.reason}")
-        self._answer(route, ConfigError(f"{route} refuses: {envelope.message.reason}"))
+        """Hear a refusal from a rank that is not known here."""
+        if isinstance(envelope.message, Refused) and envelope.to == self.generation:
+            self._refused(route, envelope.message)
+
+    def _refused(self, route: str, said: Refused) -> None:
+        """Hear that our greeting is refused, or that a start of a rank is not there any more."""
+        if not said.start:
+            self._greetings.answer(route, ConfigError(f"{route} refuses: {said.reason}"))
+        # Only that one: word of an earlier start must not cost us the one that followed it.
+        peer = self.peers.get(said.start)
+        if peer is not None and peer.route == route and peer.lost is None:
+            self.lose(peer, f"it refuses to talk: {said.reason}")
 
     def on_message(self, peer: PeerRank, message: Message) -> None:
         """Handle what a prefill rank says about a request."""
         if isinstance(message, Refused):
-            self._answer(peer.route, ConfigError(f"{peer} refuses: {message.reason}"))
+            self._refused(peer.route, message)
             return
         if isinstance(message, (Want, Staged, Back)):
             self._inbound.on_message(peer, message)
@@ -367,22 +348,32 @@ class DecodeEndpoint(Endpoint):
         if not receiving.end(RequestState.FAILED, reason):
             return
         receiving.stop.set()
-        for intake in receiving.intakes.values():
-            self.send_to(intake.peer, Abort(receiving.request_id, reason[:4000]))
+        self._abort(receiving, receiving.intakes.values())
+
+    def _abort(self, receiving: Receiving, intakes: Iterable[Intake]) -> None:
+        said = Abort(receiving.request_id, receiving.reason[:4000])
+        for intake in intakes:
+            self.send_to(intake.peer, said)
 
     def on_lost(self, peer: PeerRank) -> None:
-        """Fail every request that a lost rank takes part in."""
+        """Fail every request for which a lost rank still had something to do."""
         self._inbound.lender.forget(peer.generation)
         for receiving in list(self._receivings.values()):
-            if peer.generation in receiving.intakes:
+            intake = receiving.intakes.get(peer.generation)
+            if intake is not None and not intake.told_all(receiving.way):
                 self._fail(receiving, f"{peer} was lost: {peer.lost}")
 
     def on_gone(self, peer: PeerRank) -> None:
-        """Take back the slots of a rank that can write no more."""
+        """Take back the slots of a rank that can write no more, and drop its connection."""
         self._inbound.gone(peer)
+        others = any(other.route == peer.route for other in self.peers.values())
+        if not others and not self._greetings.expects(peer.route):
+            self._channel.hang_up(peer.route)
 
     def on_tick(self, now: float) -> None:
         """Fail what is past its deadline; give back pages that nothing can reach any more."""
+        nag = now - self._nagged >= self.options.ping
+        self._nagged = now if nag else self._nagged
         for receiving in list(self._receivings.values()):
             if receiving.state is RequestState.UNDER_WAY and now > receiving.until:
                 self._fail(receiving, "the request's deadline has passed")
@@ -391,6 +382,14 @@ class DecodeEndpoint(Endpoint):
             ):
                 receiving.settle()
                 del self._receivings[receiving.request_id]
+            elif receiving.state is RequestState.FAILED and nag:
+                # The first one may have been lost, and without an answer no page comes back.
+                intakes = receiving.intakes.values()
+                self._abort(receiving, [i for i in intakes if not i.at_rest()])
+
+    def at_rest(self) -> bool:
+        """Tell whether nothing is under way and all pages are free."""
+        return not self._receivings
 
     def on_close(self) -> None:
         """Fail everything that is not over."""

@@ -9,70 +9,53 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from kvconnect.attach import as_pool, check_identity, registration_chunks
 from kvconnect.backend import Closing
-from kvconnect.config import Bytes
 from kvconnect.disagg.blocks import Packer
 from kvconnect.disagg.channel import Channel
 from kvconnect.disagg.conform import Side
 from kvconnect.disagg.handshake import check_identity as check_same
 from kvconnect.disagg.handshake import check_sides
 from kvconnect.disagg.keys import Keys
-from kvconnect.disagg.messages import Envelope, Hello, Message, Ping
+from kvconnect.disagg.messages import (
+    Abort,
+    Back,
+    Envelope,
+    Hello,
+    Lent,
+    Message,
+    Ping,
+    Quiet,
+    Staged,
+)
+from kvconnect.disagg.options import EndpointOptions
 from kvconnect.disagg.pair_plan import PairPlan, plan_pair
 from kvconnect.disagg.ring import Ring
 from kvconnect.disagg.transport import Peer, PeerTransport
 from kvconnect.disagg.wire import RegionData, from_data, to_data
-from kvconnect.errors import ClosedError, ConfigError, KVConnectError
+from kvconnect.disagg.workers import Workers
+from kvconnect.errors import ClosedError, ConfigError, KVConnectError, TransferTimeoutError
 from kvconnect.identity import Identity
 from kvconnect.placement import Placement, Span
 
 log = logging.getLogger("kvconnect.disagg")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndpointOptions:
-    """How an endpoint works; sizes in bytes, times in seconds."""
-
-    name: str = "rank"
-    """For messages and tables."""
-    fleet: str = "fleet"
-    """Which instance of the engine this rank belongs to; the same on all its ranks."""
-    ranks: int = 1
-    """How many ranks that instance has."""
-    timeout: float = 30.0
-    """Deadline of a request where the call gives none, and of connecting."""
-    ping: float = 0.5
-    peer_timeout: float = 3.0
-    """Silence after which a peer counts as lost."""
-    batch_bytes: Bytes = 64 << 20
-    """Most bytes in one transport batch; two of a request are under way at a time."""
-    workers: int = 2
-    staging: Bytes = 256 << 20
-    """Memory for packed pieces, registered once; when it is full senders wait."""
-    slot: Bytes = 8 << 20
-    """Bytes of a staging slot."""
-    stage: Literal["auto", "always", "never"] = "auto"
-    """Prefill side: send packed where that is computed to be faster, or as told."""
-    min_slots: int = 1
-    """Fewest slots that a piece common to both page sizes may have."""
-
-    def __post_init__(self) -> None:
-        """Check ranges; `ConfigError` names the option."""
-        for name in ("timeout", "ping", "peer_timeout", "batch_bytes", "staging", "slot"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be above 0 and finite")
-        for name in ("ranks", "workers", "min_slots"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be at least 1")
+_CLOSE_SECONDS = 5.0
+"""How long `close` waits for the memory to be quiet."""
+_LAST_WORDS_SECONDS = 0.2
+"""Between seeing that a peer's process has ended and counting it as lost: what it said last
+may still be on the way."""
+_MAX_MEETING = 1024
+"""Greetings that wait to be answered; whoever is left out greets again."""
+_ABOUT_MEMORY = (Abort, Quiet, Lent, Staged, Back)
+"""What ranks say to each other even when one counts the other as lost: the requests have failed,
+but a process that was only stopped goes on, and its word is what makes memory free again."""
 
 
 @dataclass(eq=False)
@@ -89,6 +72,8 @@ class PeerRank:
     heard: float
     lost: str | None = None
     """Why the peer counts as lost."""
+    ended: float | None = None
+    """When its process was seen to have ended."""
     plans: dict[tuple[int, int], PairPlan] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -120,7 +105,9 @@ class Endpoint(Closing):
         self.identity, self.transport = identity, transport
         self.generation = transport.generation
         self.peers: dict[str, PeerRank] = {}
+        self._meeting: set[str] = set()
         self._closing = False
+        self._rested = threading.Event()
         self._pinged = 0.0
         regions = registration_chunks(self.side.pool, None, transport.capabilities.max_region_bytes)
         with contextlib.ExitStack() as undo:
@@ -128,8 +115,11 @@ class Endpoint(Closing):
             self.ring = undo.enter_context(Ring(memory, self.options.slot))
             regions.append(self.ring.region)
             self._registration = undo.enter_context(transport.register(regions))
-            self._workers = ThreadPoolExecutor(self.options.workers, "kvconnect-move")
-            undo.callback(self._workers.shutdown, wait=False)
+            self._workers = Workers(self.options.workers, "kvconnect-move")
+            undo.callback(self._workers.close, 0.0)
+            # Apart: connecting to a host that is not there must not keep bytes from moving.
+            self._greeter = Workers(1, "kvconnect-meet")
+            undo.callback(self._greeter.close, 0.0)
             self._channel = Channel(keys, self._on_envelope, self._on_tick)
             undo.pop_all()
 
@@ -199,12 +189,51 @@ class Endpoint(Closing):
         mine = [b.source if self.role == "prefill" else b.target for b in plan.blocks]
         return Packer(plan.blocks, mine, self.side.pool.regions)
 
+    def acquaint(
+        self,
+        route: str,
+        generation: str,
+        hello: Hello,
+        told: Callable[[PeerRank | None, Exception | None], None],
+    ) -> None:
+        """Channel thread: `told` of the peer that greets, connected to, or why it cannot be.
+
+        One that was lost and still runs is the same again; its requests stay failed. Says
+        nothing where that is under way already, or has to wait until the last of it is gone.
+        """
+        known = self.peers.get(generation)
+        if known is not None:
+            if known.lost is not None and known.ended is None and known.link.alive():
+                log.info("kvconnect: %s found %s again", self.options.name, known)
+                known.lost = None
+            if known.lost is None and known.route == route:
+                known.heard = time.monotonic()
+                told(known, None)
+            return
+        if generation in self._meeting or self._closing or len(self._meeting) >= _MAX_MEETING:
+            return
+        self._meeting.add(generation)
+
+        def met(peer: PeerRank | None, error: Exception | None) -> None:
+            self._meeting.discard(generation)
+            if peer is not None:
+                peer.heard = time.monotonic()
+                self.peers[generation] = peer
+            told(peer, error)
+
+        self.later(lambda: self.meet(route, generation, hello), met, self._greeter)
+
     def send_to(self, peer: PeerRank, message: Message) -> None:
-        """Channel thread: send to a peer, unless it is lost."""
-        if peer.lost is None:
+        """Channel thread: send to a peer; to one that is lost, only what is about memory."""
+        if peer.lost is None or isinstance(message, _ABOUT_MEMORY):
             self._channel.send(peer.route, Envelope(self.generation, peer.generation, message))
 
-    def later(self, work: Callable[[], Any], then: Callable[[Any, Exception | None], None]) -> None:
+    def later(
+        self,
+        work: Callable[[], Any],
+        then: Callable[[Any, Exception | None], None],
+        workers: Workers | None = None,
+    ) -> None:
         """Have a worker do `work`; `then(result, error)` is called in the channel's thread."""
 
         def run() -> None:
@@ -215,26 +244,27 @@ class Endpoint(Closing):
             with contextlib.suppress(ClosedError):
                 self._channel.post(lambda: then(result, error))
 
-        self._workers.submit(run)
+        (workers or self._workers).submit(run)
 
     def _on_envelope(self, route: str, envelope: Envelope) -> None:
         if isinstance(envelope.message, Hello):
             self.on_hello(route, envelope.sender, envelope.message)
             return
         peer = self.peers.get(envelope.sender)
-        known = peer is not None and peer.lost is None and peer.route == route
-        if peer is None or not known or envelope.to != self.generation:
+        message = envelope.message
+        known = peer is not None and peer.route == route and envelope.to == self.generation
+        if peer is None or not known or (peer.lost and not isinstance(message, _ABOUT_MEMORY)):
             # From or to an earlier start of a rank: whatever it says is about memory that is gone.
             self._channel.counts["stale"] += 1
             self.on_stranger(route, envelope)
             return
         peer.heard = time.monotonic()
-        if isinstance(envelope.message, Ping):
-            if envelope.message.answer:
+        if isinstance(message, Ping):
+            if message.answer:
                 self.send_to(peer, Ping(answer=False))
             return
         try:
-            self.on_message(peer, envelope.message)
+            self.on_message(peer, message)
         except KVConnectError as error:
             self._channel.counts["refused"] += 1
             log.warning("kvconnect: %s sent what cannot be: %s", peer, error)
@@ -254,6 +284,10 @@ class Endpoint(Closing):
         """Look at deadlines; called some fifty times a second."""
         raise NotImplementedError
 
+    def at_rest(self) -> bool:
+        """Tell whether nothing is under way and all pages are free."""
+        raise NotImplementedError
+
     def on_lost(self, peer: PeerRank) -> None:
         """Handle the loss of a peer."""
         raise NotImplementedError
@@ -267,21 +301,26 @@ class Endpoint(Closing):
         if ping:
             self._pinged = now
         for peer in list(self.peers.values()):
+            if peer.ended is None and not peer.link.alive():
+                peer.ended = now
             if peer.lost is not None:
                 self._drop_if_gone(peer)
-            elif not peer.link.alive():
-                self.lose(peer, "its process has ended")
+            elif peer.ended is not None:
+                if now - peer.ended > _LAST_WORDS_SECONDS:
+                    self.lose(peer, "its process has ended")
             elif now - peer.heard > self.options.peer_timeout:
                 self.lose(peer, f"it was silent for {self.options.peer_timeout:g} s")
             elif ping:
                 self.send_to(peer, Ping(answer=True))
         self.on_tick(now)
+        if self._closing and self.at_rest():
+            self._rested.set()
 
     def _drop_if_gone(self, peer: PeerRank) -> None:
         # One that may still touch memory is kept: requests ask its link when their pages are free.
-        if not peer.link.alive():
-            peer.link.close()
+        if peer.ended is not None:
             del self.peers[peer.generation]
+            self.later(peer.link.close, lambda *_: None, self._greeter)
             self.on_gone(peer)
 
     def lose(self, peer: PeerRank, reason: str) -> None:
@@ -294,24 +333,9 @@ class Endpoint(Closing):
         """Have the channel's thread call `work` soon; `ClosedError` after `close`."""
         self._channel.post(work)
 
-    def in_thread(self, work: Callable[[], Any], timeout: float = 10.0) -> Any:
+    def in_thread(self, work: Callable[[], Any]) -> Any:
         """Run `work` in the channel's thread and return what it returned."""
-        done, box = threading.Event(), list[Any]()
-
-        def run() -> None:
-            try:
-                box.append((work(), None))
-            except Exception as error:  # noqa: BLE001 - raised again where it was asked
-                box.append((None, error))
-            done.set()
-
-        self._channel.post(run)
-        if not done.wait(timeout):
-            raise ClosedError(f"{self.role} endpoint did not answer within {timeout:g} s")
-        value, error = box[0]
-        if error is not None:
-            raise error
-        return value
+        return self._channel.call(work)
 
     def counters(self) -> dict[str, int]:
         """Return counts of control messages: received, stale, garbage, refused, unsent."""
@@ -320,18 +344,33 @@ class Endpoint(Closing):
     def close(self) -> None:
         """Stop: fail what is under way, let the peers know, wait until the memory is quiet.
 
-        Raises `TransferTimeoutError` while the transport still holds memory; call it again.
+        Raises `TransferTimeoutError` where it is not quiet after some seconds: a transport call
+        hangs, or a peer is stopped and may still write. Call it again then, or close the
+        transport first, which cuts the peers off.
         """
-        if not self._closing:
-            self._closing = True
-            with contextlib.suppress(ClosedError):
-                self.in_thread(self.on_close)
-        self._workers.shutdown(wait=True, cancel_futures=True)
+        until = time.monotonic() + _CLOSE_SECONDS
+        self._closing = True
+        with contextlib.suppress(ClosedError):
+            self.in_thread(self._close_down)
+            rested = self._rested.wait(max(until - time.monotonic(), 0))
+            if not rested or self._workers.close(until) or self._greeter.close(until):
+                raise TransferTimeoutError(
+                    f"{self.options.name} is not quiet after {_CLOSE_SECONDS:g} s: "
+                    f"{self._workers.busy + self._greeter.busy} of its threads are in the transport"
+                    f"{'' if rested else ', and requests still hold pages'}; call close() again, "
+                    f"or close the transport first"
+                )
         self._channel.close()
         for peer in self.peers.values():
             peer.link.close()
         self._registration.close()
         self.ring.close()
+
+    def _close_down(self) -> None:
+        self.on_close()
+        self.on_tick(time.monotonic())
+        if self.at_rest():
+            self._rested.set()
 
     def on_close(self) -> None:
         """Channel thread: fail what is under way."""

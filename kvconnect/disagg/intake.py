@@ -54,6 +54,14 @@ class Intake:
         done = sum(b - a for a, b in self.layers)
         return part is None or (done == part.layers.extent and not self.checking)
 
+    def told_all(self, way: Way) -> bool:
+        """Tell whether everything has arrived by the peer's word: what is left is done here."""
+        if self.complete or self.peer.part is None:
+            return True
+        last = {layers for layers, heap in self.heaps.items() if heap.moved is not None}
+        layers = last.union(self.layers)
+        return way is Way.PUSH and sum(b - a for a, b in layers) == self.peer.part.layers.extent
+
     def at_rest(self) -> bool:
         """Tell whether this share can no longer touch the pages."""
         self.lingering = [transfer for transfer in self.lingering if not transfer.done()]

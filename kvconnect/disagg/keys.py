@@ -36,40 +36,49 @@ class Keys:
 
 
 def generate() -> Keys:
-    """Make a new pair."""
-    import zmq  # noqa: PLC0415 - only where a channel is used
+    """Make a new pair; `UnavailableError` without pyzmq."""
+    from kvconnect.disagg.channel import zmq_module  # noqa: PLC0415 - channel imports this module
 
+    zmq = zmq_module()
     public, secret = zmq.curve_keypair()
     return Keys(public.decode(), secret.decode())
 
 
 def save(keys: Keys, path: Path) -> None:
-    """Write a pair to a new file of mode 0600; `ConfigError` if the file exists."""
+    """Write a pair to a new file of mode 0600; `ConfigError` if it exists or cannot be made."""
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
         raise ConfigError(f"{path} exists; keys are never overwritten, remove it first") from None
+    except OSError as error:
+        raise ConfigError(f"keys file {path} cannot be made: {error}") from None
     with os.fdopen(fd, "wb") as file:
         file.write(msgspec.json.encode({"public": keys.public, "secret": keys.secret}))
 
 
 def load(path: Path) -> Keys:
     """Read a pair; `ConfigError` if others can read the file, or if it holds no pair."""
+    data = check_private(path, "keys file", "make one with `kvconnect keys`")
+    try:
+        return Keys(**msgspec.json.decode(data, type=dict[str, str]))
+    except (msgspec.MsgspecError, TypeError) as error:
+        raise ConfigError(f"keys file {path} holds no key pair: {error}") from None
+
+
+def check_private(path: Path, what: str, fix: str) -> str:
+    """Return the text of a small file that its owner alone can read; `ConfigError` otherwise."""
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             data = file.read(4096)
     except OSError as error:
-        raise ConfigError(f"keys file {path}: {error}; make one with `kvconnect keys`") from None
+        raise ConfigError(f"{what} {path}: {error}; {fix}") from None
     if stat.S_IMODE(mode) & 0o077:
         raise ConfigError(
-            f"keys file {path} has mode {stat.S_IMODE(mode):04o}: others can read the secret; "
+            f"{what} {path} has mode {stat.S_IMODE(mode):04o}: others can read the secret; "
             f"chmod 600 it"
         )
-    try:
-        return Keys(**msgspec.json.decode(data, type=dict[str, str]))
-    except (msgspec.MsgspecError, TypeError) as error:
-        raise ConfigError(f"keys file {path} holds no key pair: {error}") from None
+    return data.decode("utf-8", "replace")
 
 
 def check_address(address: str, keys: Keys | None) -> None:

@@ -47,9 +47,14 @@ class Hello(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The receiver will not talk to the sender, and why."""
+    """The receiver will not talk to the sender, and why.
+
+    `start`: the generation of the receiver that the message was for; empty where it answers a
+    Hello, and then it is final.
+    """
 
     reason: Reason
+    start: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{32})?$")] = ""
 
 
 class Grant(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

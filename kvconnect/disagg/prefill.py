@@ -31,7 +31,7 @@ from kvconnect.disagg.messages import (
     pack_pages,
 )
 from kvconnect.disagg.orders import Layers, Order, pages_for
-from kvconnect.disagg.outbound import Outbound, Sent
+from kvconnect.disagg.outbound import Outbound, Sent, Trip
 from kvconnect.disagg.pairs import share_of
 from kvconnect.disagg.requests import Request, RequestState
 from kvconnect.disagg.transport import Way
@@ -116,31 +116,33 @@ class PrefillEndpoint(Endpoint):
         """End a request on both sides; does nothing where it is over or unknown."""
         self.in_thread(lambda: self._fail(request_id, reason))
 
+    def trips(self, after: int = 0) -> list[Trip]:
+        """Return the last pushes that ended, those with a number above `after`, oldest first."""
+        return self._outbound.trips(after)
+
     def part_of(self, theirs: Side) -> Placement | None:
         """Return what this rank sends to a decode rank."""
         return share_of(self.side.placement, theirs.placement)
 
     def on_hello(self, route: str, generation: str, hello: Hello) -> None:
         """Meet a decode rank in a worker, then answer with our own greeting or a refusal."""
-        known = self.peers.get(generation)
-        if known is not None and known.lost is None:
-            if known.route == route:
-                self.send_to(known, self.hello())
-            return
 
         def answer(peer: PeerRank | None, error: Exception | None) -> None:
             if peer is None:
                 said = Refused(str(error)[:4000])
                 self._channel.send(route, Envelope(self.generation, generation, said))
-                return
-            self.peers[generation] = peer
-            self.send_to(peer, self.hello())
+            else:
+                self.send_to(peer, self.hello())
 
-        self.later(lambda: self.meet(route, generation, hello), answer)
+        self.acquaint(route, generation, hello, answer)
 
     def on_stranger(self, route: str, envelope: Envelope) -> None:
-        """Tell a rank that speaks to an earlier start of this one that it is gone."""
-        said = Refused(f"generation {envelope.to or 'none'} is not here; say hello first")
+        """Tell a rank that is not known (any more), or takes this one for another start of it."""
+        peer = self.peers.get(envelope.sender)
+        why = f"generation {envelope.to or 'none'} is not here"
+        if peer is not None and peer.lost is not None and envelope.to == self.generation:
+            why = f"it was lost: {peer.lost}"
+        said = Refused(f"{why}; say hello first", envelope.to)
         self._channel.send(route, Envelope(self.generation, envelope.sender, said))
 
     def on_message(self, peer: PeerRank, message: Message) -> None:
@@ -148,25 +150,42 @@ class PrefillEndpoint(Endpoint):
         if isinstance(message, Grant):
             self._granted(peer, message)
         elif isinstance(message, Abort):
-            self._fail(message.request, f"{peer} gave up: {message.reason}", by=peer)
+            self._aborted(peer, message)
         elif isinstance(message, Taken):
             self._taken(peer, message)
         elif isinstance(message, Lent) and not self._outbound.lend(message.claim, message.slot):
             self.send_to(peer, Back(message.slot))
 
     def _granted(self, peer: PeerRank, grant: Grant) -> None:
-        orders = self._orders.setdefault(grant.request, {})
-        if peer.generation in orders:
+        if peer.generation in self._orders.get(grant.request, {}):
             raise ConfigError(f"request {grant.request!r} was granted twice")
-        order = orders[peer.generation] = Order.of(peer, grant)
+        order = Order.of(peer, grant)
+        if self._foreign(peer, grant.request):
+            # The first one goes on: a second must not be able to end what it has no part in.
+            said = "another decode instance has asked for this request"
+            self.send_to(peer, Abort(grant.request, said))
+            return
+        orders = self._orders.setdefault(grant.request, {})
+        orders[peer.generation] = order
         sending = self._sendings.get(grant.request)
         if (ended := self._ended.get(grant.request)) is not None:
             self._give_up(grant.request, order, ended[0])
-        elif any(other.peer.hello.fleet != peer.hello.fleet for other in orders.values()):
-            self._fail(grant.request, "ranks of two decode instances want the same request")
+        elif self._closing:
+            self._give_up(grant.request, order, "the prefill endpoint closes")
         elif sending is not None:
             self._serve(sending, order, sending.layers)
             self._look(sending)
+
+    def _foreign(self, peer: PeerRank, request_id: str) -> bool:
+        """Tell whether a request is that of another decode instance."""
+        orders = self._orders.get(request_id, {}).values()
+        return any(order.peer.hello.fleet != peer.hello.fleet for order in orders)
+
+    def _aborted(self, peer: PeerRank, message: Abort) -> None:
+        if self._foreign(peer, message.request):
+            self.send_to(peer, Quiet(message.request))
+        else:
+            self._fail(message.request, f"{peer} gave up: {message.reason}", by=peer)
 
     def _serve(self, sending: Sending, order: Order, layers: Iterable[Layers]) -> None:
         """Move the common part of some layers to one decode rank."""
@@ -268,9 +287,10 @@ class PrefillEndpoint(Endpoint):
             self.send_to(order.peer, Abort(request_id, reason[:4000]))
 
     def on_lost(self, peer: PeerRank) -> None:
-        """Fail every request that a lost rank takes part in."""
+        """Fail every request of which a lost rank has not got everything."""
         for request_id, orders in list(self._orders.items()):
-            if peer.generation in orders:
+            order = orders.get(peer.generation)
+            if order is not None and not order.complete:
                 self._fail(request_id, f"{peer} was lost: {peer.lost}")
 
     def on_tick(self, now: float) -> None:
@@ -295,6 +315,10 @@ class PrefillEndpoint(Endpoint):
                 del orders[generation]
         if not orders:
             del self._orders[request_id]
+
+    def at_rest(self) -> bool:
+        """Tell whether nothing is under way and all pages are free."""
+        return not self._sendings and not self._orders
 
     def on_close(self) -> None:
         """Fail everything that is not over."""

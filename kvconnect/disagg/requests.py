@@ -17,6 +17,11 @@ class RequestState(enum.Enum):
     DONE = "done"
     FAILED = "failed"
 
+    @property
+    def final(self) -> bool:
+        """Whether nothing changes it any more."""
+        return self is not RequestState.UNDER_WAY
+
 
 @dataclass(frozen=True, slots=True)
 class RequestOutcome:

@@ -137,7 +137,8 @@ class ShmTransport(Closing):
             raise ConfigError(f"shm: {peer!r} was connected by another transport")
         with self._registrations.lock:
             self._registrations.locate(runs.local, runs.nbytes)
-            move = Move(way, runs, peer.place(runs), peer.alive, timeout, keep=peer.keep)
+            placed = peer.place(runs).filled()
+            move = Move(way, runs, placed, peer.alive, timeout, keep=peer.keep)
             self._mover.start(move, self.regions, peer.mapped)
         return move
 

@@ -145,7 +145,9 @@ class Listener(Closing):
             connection.close()
             return
         with self._lock:
-            self._links = [link for link in self._links if link.alive()]
+            for link in [link for link in self._links if not link.alive()]:
+                link.close()
+                self._links.remove(link)
             self._links.append(Link(connection, ()))
 
     def offer(self, fd: int) -> None:

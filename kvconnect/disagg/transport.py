@@ -87,6 +87,13 @@ class Runs:
         """Bytes of all runs."""
         return int(self.nbytes.sum())
 
+    def filled(self) -> Runs:
+        """Return the runs that have any bytes."""
+        keep = self.nbytes > 0
+        if keep.all():
+            return self
+        return Runs(self.local[keep], self.remote[keep], self.nbytes[keep])
+
     def part(self, start: int, stop: int) -> Runs:
         """Return runs [start, stop)."""
         cut = slice(start, stop)
@@ -121,7 +128,11 @@ class PeerTransfer(Protocol):
         """Tell, without blocking, whether both sides' memory is free of this batch."""
 
     def wait(self, timeout: float) -> PeerOutcome:
-        """Wait at most `timeout` seconds; TIMEOUT where it is not over by then."""
+        """Wait at most `timeout` seconds; TIMEOUT where it is not over by then.
+
+        Returns as soon as the outcome is known, for a failure perhaps long before `done`; OK
+        means done. Never waits beyond the batch's own deadline.
+        """
 
     def cancel(self) -> None:
         """Ask to stop early. Does not wait; `done` says when it is quiet."""

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvconnect.backend import Batch, Closing, Op
+from kvconnect.first_fit import FirstFit
 from kvconnect.hostmem import allocate
 from kvconnect.region import Region
 
@@ -29,33 +30,25 @@ class Arena(Closing):
         self.nbytes = -(-nbytes // ALIGN) * ALIGN
         self._memory = allocate(self.nbytes, name, pin=False)
         self.region = Region(name, self._memory.address, self.nbytes)
-        self._free = [(0, self.nbytes)]
+        self._parts = FirstFit(self.nbytes)
         self._lock = threading.Lock()
-        self.used = 0
+
+    @property
+    def used(self) -> int:
+        """Bytes handed out."""
+        return self._parts.out
 
     def take(self, nbytes: int) -> tuple[int, int] | None:
         """Return (address, bytes) of a piece of at least `nbytes`; None if there is no room."""
         size = max(-(-nbytes // ALIGN), 1) * ALIGN
         with self._lock:
-            for at, (start, room) in enumerate(self._free):
-                if room >= size:
-                    self._free[at : at + 1] = [(start + size, room - size)] if room > size else []
-                    self.used += size
-                    return self.region.address + start, size
-        return None
+            offset = self._parts.take(size)
+        return None if offset is None else (self.region.address + offset, size)
 
     def give(self, piece: tuple[int, int]) -> None:
         """Take a piece back."""
         with self._lock:
-            self.used -= piece[1]
-            pieces = sorted([*self._free, (piece[0] - self.region.address, piece[1])])
-            self._free = pieces[:1]
-            for start, size in pieces[1:]:
-                last, room = self._free[-1]
-                if last + room == start:
-                    self._free[-1] = (last, room + size)
-                else:
-                    self._free.append((start, size))
+            self._parts.give(piece[0] - self.region.address, piece[1])
 
     def close(self) -> None:
         """Unmap; nothing may be handed out any more."""

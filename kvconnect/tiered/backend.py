@@ -8,6 +8,7 @@ the store.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -53,6 +54,7 @@ class TieredBackend(Closing):
         self.name = f"tiered({', '.join(backend.name for backend in backends)})"
         self.capabilities = combined([b.capabilities for b in backends], self.options)
         self._backends = list(backends)
+        self._pid = os.getpid()
         self._closed = self._released = False
         self._closing = threading.Lock()
         self._under_way: list[Job] = []
@@ -164,6 +166,8 @@ class TieredBackend(Closing):
 
         Raises `TransferTimeoutError` if a tier does not let go of memory; close again later.
         """
+        if os.getpid() != self._pid:
+            return  # a forked child has neither the threads nor anything to give back
         with self._registrations.lock:
             self._closed = True
             under_way = list(self._under_way)
@@ -185,6 +189,10 @@ class TieredBackend(Closing):
             self._released = True
 
     def _check_open(self, operation: str) -> None:
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                f"tiered: {operation} in a process that was forked off; open the store there"
+            )
         if self._closed:
             raise ClosedError(f"tiered: {operation} after close; open the store again")
 

@@ -68,11 +68,7 @@ class Copier:
         piece = None if dead else self._take(sizes)
         if self._arena is None or piece is None:
             return list(fates)
-        held = self._ledger.begin_copy(keys)
-        mine = np.flatnonzero(held)
-        valid = np.array([current(i) for i in mine.tolist()], dtype=np.bool_)
-        self._ledger.end_copy([keys[i] for i in mine[~valid].tolist()])
-        mine = mine[valid]
+        mine = self._hold(keys, current)
         names = [keys[i] for i in mine.tolist()]
         flights = self._move(names, sizes[mine], piece, ttl, pin=pin, fates=fates, index=mine)
         moving = [flight.transfer for flight in flights if flight.transfer is not None]
@@ -84,6 +80,24 @@ class Copier:
 
         self._late.after(moving, finish)
         return list(fates)
+
+    def lapse(self, keys: Sequence[str], current: Callable[[int], bool]) -> list[Fate]:
+        """Drop keys whose object ran out before it was copied: the others have an older one."""
+        fates = np.full(len(keys), Fate.BUSY, dtype=object)
+        mine = self._hold(keys, current)
+        names = [keys[i] for i in mine.tolist()]
+        if names:
+            self._outdate(names)
+            self._ledger.end_copy(names)
+        fates[mine] = Fate.DROPPED
+        return list(fates)
+
+    def _hold(self, keys: Sequence[str], current: Callable[[int], bool]) -> NDArray[np.intp]:
+        """Keep changes off the keys that nobody changes and that are `current`; which they are."""
+        mine = np.flatnonzero(self._ledger.begin_copy(keys))
+        valid = np.array([current(i) for i in mine.tolist()], dtype=np.bool_)
+        self._ledger.end_copy([keys[i] for i in mine[~valid].tolist()])
+        return mine[valid]
 
     def _take(self, sizes: NDArray[np.uint64]) -> tuple[int, int] | None:
         return None if self._arena is None else self._arena.take(int(padded(sizes).sum()))

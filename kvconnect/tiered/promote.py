@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvconnect.backend import Batch, Op, Status, SupportsDelete
+from kvconnect.backend import Batch, Op, Status
 from kvconnect.errors import TransferTimeoutError
 from kvconnect.region import Region
 from kvconnect.run_copy import copy_runs
@@ -116,7 +116,9 @@ class Promoter:
         same = free & self._ledger.same(keys, copy.versions)
         self._ledger.end_copy([keys[i] for i in np.flatnonzero(free & ~same).tolist()])
         part = select(copy.batch, np.flatnonzero(same))
-        self._heal([keys[i] for i in np.flatnonzero(same & copy.heal).tolist()])
+        if len(damaged := np.flatnonzero(same & copy.heal)):
+            # Removed first: a store may take equal checksums for equal bytes.
+            self._target.drop([keys[i] for i in damaged.tolist()])
         flight = self._target.start(part)
         outcome = flight.collect(time.monotonic() + self._options.timeout)
         good = np.flatnonzero(outcome.status == Status.OK).tolist()
@@ -127,12 +129,6 @@ class Promoter:
             self._settle(copy, len(good), len(part) - len(good))
 
         self._late.after([] if flight.transfer is None else [flight.transfer], finish)
-
-    def _heal(self, keys: list[str]) -> None:
-        """Remove damaged objects: a store may take equal checksums for equal bytes."""
-        backend = self._target.backend
-        if keys and isinstance(backend, SupportsDelete):
-            self._target.ask(lambda: backend.remove(keys))
 
     def _settle(self, copy: _Copy, promoted: int, failed: int) -> None:
         if self._arena is not None:

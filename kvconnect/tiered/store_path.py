@@ -32,6 +32,7 @@ class Store:
 
     def run(self) -> list[Flight]:
         """Store; return what still holds memory."""
+        queued = self.core.writeback.pending(self.keys)
         self.core.writeback.discard(self.keys)
         everything = np.arange(len(self.keys), dtype=np.int64)
         if self.core.options.write == "through":
@@ -42,7 +43,7 @@ class Store:
             if len(rest) and not self.job.cancelled:
                 self._into(self.core.tiers[1:], rest, last=True)
         good = (self.said == Status.OK).any(axis=0)
-        self._outdate(good)
+        self._outdate(good, queued)
         self.job.settle_all(self._status(good), self.causes)
         return [flight for flight in self.flights if not flight.quiet()]
 
@@ -68,12 +69,15 @@ class Store:
         taken[good] = self.core.writeback.offer(names, sizes, batch.ttl, pin=batch.pin)
         return taken
 
-    def _outdate(self, good: NDArray[np.bool_]) -> None:
-        """Where one tier has the new object and another failed, that one has an old one."""
+    def _outdate(self, good: NDArray[np.bool_], queued: NDArray[np.bool_]) -> None:
+        """Where one tier has the new object and another failed, that one has an old one.
+
+        So it has where the object that was `queued` for it is not going to be copied any more.
+        """
         for tier, said in zip(self.core.tiers, self.said, strict=True):
-            old = good & (said != Status.OK)
+            old = (good | (queued & (tier.number > 1))) & (said != Status.OK)
             if tier.number > 1 and self.core.options.write == "back":
-                old &= said != NOT_ASKED
+                old &= (said != NOT_ASKED) | ~good
             if old.any():
                 tier.outdate([self.keys[i] for i in np.flatnonzero(old).tolist()])
 

@@ -59,12 +59,19 @@ class Tier:
     def outdate(self, keys: Sequence[str]) -> None:
         """Keep an older object from coming back: remove it, or ask no more for it."""
         self.stale.note(keys)
-        backend = self.backend
-        if (
-            isinstance(backend, SupportsDelete)
-            and self.ask(lambda: backend.remove(keys)) is not None
-        ):
+        if self.drop(keys):
             self.stale.forget(keys)
+
+    def drop(self, keys: Sequence[str]) -> bool:
+        """Remove keys; False if the tier cannot, does not answer or refuses such keys."""
+        backend = self.backend
+        if not isinstance(backend, SupportsDelete):
+            return False
+        try:
+            return self.ask(lambda: backend.remove(keys)) is not None
+        except KVConnectError:
+            # Nobody asked for this by name: the threads that copy must not end with it.
+            return False
 
     def ask(self, call: Callable[[], T]) -> T | None:
         """Return what `call` returns, None if the tier failed or is taken for dead.
@@ -77,7 +84,7 @@ class Tier:
         try:
             answer = call()
         except (BackendError, OSError) as error:
-            self.circuit.fail(repr(error))
+            self.circuit.fail(repr(error), late=isinstance(error, TimeoutError))
             return None
         except KVConnectError:
             self.circuit.succeed()
@@ -109,7 +116,10 @@ class Tier:
         try:
             return Flight(self, batch, self.backend.submit(batch), given=given)
         except Exception as error:  # noqa: BLE001 - one tier's failure is data
-            self.circuit.fail(repr(error))
+            if isinstance(error, KVConnectError) and not isinstance(error, BackendError):
+                self.circuit.succeed()  # it answers: what it refuses is this batch
+            else:
+                self.circuit.fail(repr(error))
             self.circuit.leave(given)
             return Flight(self, batch, None, repr(error))
 

@@ -164,16 +164,16 @@ class WriteBack:
     def _copy(self, group: list[Entry]) -> list[Entry]:
         """Copy a group; return what is to be tried again."""
         left = None if group[0].expires is None else group[0].expires - time.monotonic()
+        names = [entry.key for entry in group]
+
+        def current(index: int) -> bool:
+            return self._current(group[index])
+
         if left is not None and left <= 0:
-            fates = [Fate.DROPPED] * len(group)
+            fates = self._copier.lapse(names, current)
         else:
-            fates = self._copier.copy(
-                [entry.key for entry in group],
-                np.array([entry.nbytes for entry in group], dtype=np.uint64),
-                left,
-                pin=group[0].pin,
-                current=lambda index: self._current(group[index]),
-            )
+            sizes = np.array([entry.nbytes for entry in group], dtype=np.uint64)
+            fates = self._copier.copy(names, sizes, left, pin=group[0].pin, current=current)
         pairs = zip(group, fates, strict=True)
         return [entry for entry, fate in pairs if self._settle(entry, fate)]
 

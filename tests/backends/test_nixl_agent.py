@@ -144,6 +144,25 @@ def test_an_error_is_mapped_and_frees_the_handle(fake, state):
     assert nixl.released() == [1]
 
 
+def test_a_handle_that_is_not_released_costs_nothing_else(fake, monkeypatch, caplog):
+    # The transfer has ended; who polls it must not be thrown off, nor the keeper's thread end.
+    agent, nixl = fake
+    refused = nixlBackendError("NIXL_ERR_BACKEND")
+
+    def refuse(handle):
+        raise refused
+
+    monkeypatch.setattr(nixl, "release_xfer_handle", refuse)
+    first, second = submit(agent), submit(agent)
+    first.close(), second.close()
+    nixl.state = dict.fromkeys(nixl.state, "DONE")
+    agent._keeper.drain(5)
+    assert first.done
+    assert second.done
+    assert agent.under_way == 0
+    assert "not released" in caplog.text
+
+
 def test_many_threads_poll_one_transfer(fake):
     agent, nixl = fake
     posted = submit(agent)

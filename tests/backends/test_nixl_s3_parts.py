@@ -69,6 +69,17 @@ def test_options_that_cannot_be(options, named):
     assert "nor-this" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "url",
+    ["nixl+s3://AK:do-not-show@kv-cache", "nixl+s3://AK:do-not-show@kv-cache/a?x=1&x=2",
+     "nixl+s3://AK:do-not-show@[", "nixl+s3://kv-cache#secret_key=do-not-show"],
+)  # fmt: skip
+def test_credentials_in_the_wrong_place_are_not_shown(url):
+    with pytest.raises(ConfigError) as error:
+        kvconnect.open(url)
+    assert "do-not-show" not in str(error.value)
+
+
 def test_secrets_are_never_shown():
     options = parse({"endpoint": "https://s3.example", **SECRETS})
     assert options.secret_key == "do-not-show"

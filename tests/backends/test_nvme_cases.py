@@ -5,7 +5,6 @@ import resource
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +14,8 @@ from kvconnect.backend import Op, Status
 from kvconnect.errors import ClosedError, ConfigError, UnavailableError
 from kvconnect.testing.memory import Objects
 from kvconnect.testing.suite.base import content, expect, filled, get, key, keys, move, put, stored
+from kvconnect_nvme import entry, open_backend
 from kvconnect_nvme import env as env_module
-from kvconnect_nvme import open_backend
 from kvconnect_nvme.bounce import BouncePool
 from kvconnect_nvme.keys import pack
 from kvconnect_nvme.threads import ThreadsEngine
@@ -373,14 +372,15 @@ def test_an_engine_call_of_one_runs_inline():
             engine.each(lambda x: 1 // x, [1, 0, 2])
 
 
-def test_same_bytes_keep_a_pin_and_the_later_expiry(store):
+def test_same_bytes_keep_a_pin_and_the_later_expiry(store, monkeypatch):
     held = filled([[100]], keys(1))
     with store.register([held.region]):
-        move(store, held.batch(Op.STORE, keys(1), pin=True, ttl=0.05))
+        move(store, held.batch(Op.STORE, keys(1), pin=True, ttl=3600))
         move(store, held.batch(Op.STORE, keys(1)))
     stats = store.stats()
     assert (stats["pinned"], stats["moved.put.same"], stats["moved.put.written"]) == (1, 1, 1)
-    time.sleep(0.06)
+    later = entry.now_ms() + 2 * 3_600_000
+    monkeypatch.setattr(entry, "now_ms", lambda: later)
     assert store.exists(keys(1), [100]).all()
     assert np.asarray(store.remove(keys(1))).all()
     assert store.stats()["pinned"] == 0

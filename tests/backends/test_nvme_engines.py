@@ -1,5 +1,6 @@
 """The nvme store on every NIXL engine that runs here: the suite, the machine, a killed writer."""
 
+import fcntl
 import itertools
 import os
 import shutil
@@ -14,9 +15,9 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from kvconnect.errors import UnavailableError
 from kvconnect.testing.machine import backend_machine
-from kvconnect.testing.suite.base import keys, stored
+from kvconnect.testing.suite.base import keys, put, stored
 from kvconnect_nixl.library import load
-from kvconnect_nvme import open_backend
+from kvconnect_nvme import gusli, open_backend
 from tests.backends import test_nvme_suite as nvme
 
 try:
@@ -77,6 +78,11 @@ def losetup(*arguments):
 
 
 @loops
+def shared_buffers():
+    """Return GUSLI's shared memory; other processes have theirs there too."""
+    return set(Path("/dev/shm").glob("gs_*"))
+
+
 class TestGusli(OnNixl):
     __test__ = True
     extra = GUSLI
@@ -86,11 +92,11 @@ class TestGusli(OnNixl):
         image = tmp_path / "disk.img"
         with image.open("wb") as file:
             file.truncate(80 << 20)
-        before = set(Path("/dev/shm").iterdir())
+        before = shared_buffers()
         self.device = losetup("--find", "--show", str(image))
         yield
         losetup("--detach", self.device)
-        assert set(Path("/dev/shm").iterdir()) <= before, "GUSLI left shared memory behind"
+        assert shared_buffers() <= before, "GUSLI left shared memory behind"
 
     def open_store(self, path):
         return open_backend(self.device, self.options(path))
@@ -118,6 +124,19 @@ class TestGusli(OnNixl):
             self.open_store(tmp_path)
         with open_backend(self.device, self.options(tmp_path) | {"io": "nixl-posix"}) as other:
             stored(other, keys(0), [])
+
+    def test_its_shared_memory_is_made_alone_and_is_private(self, tmp_path):
+        # Made by two processes at once it may be one and the same, as its name is.
+        options = self.options(tmp_path) | {"timeout": "0.5"}
+        with open_backend(self.device, options) as store:
+            with gusli.lock().open("w") as other:
+                fcntl.flock(other, fcntl.LOCK_EX)
+                outcome = put(store, keys(1), [100])
+                assert outcome.prefix == 0
+                assert "locked by another process" in outcome.causes[0]
+            put(store, keys(1), [100])
+            stored(store, keys(1), [100])
+            assert {path.stat().st_mode & 0o777 for path in shared_buffers()} == {0o600}
 
 
 numbers = itertools.count()

@@ -374,7 +374,7 @@ def test_no_room_for_a_probe(tmp_path, monkeypatch):
 
 
 def test_rows_of_a_group_are_its_bytes_in_file_order(tmp_path):
-    from kvconnect_nvme.memory import BatchMemory
+    from kvconnect.batch_memory import BatchMemory
 
     held = filled([[512, 1024], [4096], [0, 700]], keys(3))
     batch = held.batch(Op.STORE, keys(3))

@@ -13,7 +13,7 @@ from kvconnect.backend import Op, Status
 from kvconnect.errors import BackendError
 from kvconnect.testing.peer import Peer
 from kvconnect.testing.suite.base import content, expect, filled, get, key, keys, move, put, stored
-from kvconnect_nvme import maintenance, open_backend
+from kvconnect_nvme import entry, maintenance, open_backend
 from kvconnect_nvme.env import IndexEnv
 from kvconnect_nvme.eviction import POLICIES, chat_trace, hit_rate
 from kvconnect_nvme.extents import Extents
@@ -158,13 +158,14 @@ def test_pins_are_never_evicted(location):
         expect(put(store, [key("last")], [4096]), Status.OK)
 
 
-def test_the_expired_go_first(location):
+def test_the_expired_go_first(location, monkeypatch):
     with open_backend(location, {"capacity": "256KiB"}) as store:
         names, old = keys(30), keys(30, "old")
-        store_pinned(store, old, 4096, ttl=0.05)
+        store_pinned(store, old, 4096, ttl=3600)
         put(store, names, [4096] * 30)
         stored(store, old, [4096] * 30)  # used, yet
-        time.sleep(0.06)
+        later = entry.now_ms() + 3_600_000
+        monkeypatch.setattr(entry, "now_ms", lambda: later)
         for n in range(20):
             expect(put(store, [key(n, "new")], [4096]), Status.OK)
         assert store.exists(names, [4096] * 30).all()

@@ -3,7 +3,6 @@
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -17,26 +16,9 @@ from kvconnect.testing.suite.base import content, expect, get, key, keys, put
 from kvconnect_nvme import env as env_module
 from kvconnect_nvme import open_backend, owners
 from kvconnect_nvme.env import IndexEnv
+from tests.crash.writers import Writers
 
 SIZES = [480, 2304, 4096, 12289]
-
-WRITER = """
-import sys
-from kvconnect.testing.suite.base import key, put
-from kvconnect_nvme import open_backend
-location, start, sizes = sys.argv[1], int(sys.argv[2]), [int(s) for s in sys.argv[3].split(",")]
-options = {"capacity": sys.argv[4], "io_threads": "2", "io": sys.argv[5]}
-with open_backend(location, options) as store:
-    print("ready", flush=True)
-    for batch in range(start, start + 100000, 4):
-        numbers = [batch + i for i in range(4)]
-        # Every third batch rewrites keys of before with other bytes: replacing must be as safe.
-        version = "b" if batch % 12 == 0 else ""
-        names = [key(n % 400) for n in numbers]
-        out = put(store, names, [sizes[n % len(sizes)] for n in numbers], version)
-        done = [f"{n}:{version}" for n, ok in zip(numbers, out.ok) if ok]
-        print(" ".join(done), flush=True)
-"""
 
 
 def check(store, numbers, required):
@@ -55,29 +37,24 @@ def check(store, numbers, required):
     return seen
 
 
-def run_rounds(location, capacity, rounds, *, evicts, io="threads"):
+def run_rounds(folder, capacity, rounds, *, evicts, io="threads"):
     """Start and kill writers; return the acknowledged versions by key number."""
-    rng, acknowledged, kills, start = random.Random(1), {}, 0, 0
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    rng, acknowledged, start = random.Random(1), {}, 0
+    location = str(folder / "store")
     options = {"capacity": str(capacity), "io_threads": "2", "io": io}
-    sizes = ",".join(map(str, SIZES))
-    with open_backend(location, options) as reader:
+    with Writers(folder) as writers, open_backend(location, options) as reader:
         for number in range(rounds):
-            command = [sys.executable, "-c", WRITER]
-            command += [location, str(start), sizes, str(capacity), io]
-            with subprocess.Popen(command, stdout=subprocess.PIPE, env=env) as writer:
-                assert writer.stdout.readline() == b"ready\n"
-                # So many batches, and some way into the next: no matter how fast the machine is.
-                seen = b""
-                for _ in range(rng.randrange(number == 0, 12)):
-                    seen += writer.stdout.readline()
-                    check(reader, rng.sample(range(400), 8), {})
-                end = time.monotonic() + rng.uniform(0.0, 0.02)
-                while time.monotonic() < end:
-                    check(reader, rng.sample(range(400), 8), {})
-                writer.send_signal(signal.SIGKILL)
-                lines = (seen + writer.stdout.read()).decode().split("\n")[:-1]
-                kills += writer.wait(10) == -signal.SIGKILL
+            writer = writers.start("batches", location, start, SIZES, capacity, io)
+            writer.ready()
+            # So many batches, and some way into the next: no matter how fast the machine is.
+            seen = b""
+            for _ in range(rng.randrange(number == 0, 12)):
+                seen += writer.lines.readline()
+                check(reader, rng.sample(range(400), 8), {})
+            end = time.monotonic() + rng.uniform(0.0, 0.02)
+            while time.monotonic() < end:
+                check(reader, rng.sample(range(400), 8), {})
+            lines = (seen + writer.kill()).decode().split("\n")[:-1]
             for item in " ".join(lines).split():
                 n, _, version = item.partition(":")
                 acknowledged[int(n) % 400] = {version}
@@ -96,17 +73,15 @@ def run_rounds(location, capacity, rounds, *, evicts, io="threads"):
                 assert used + free + held == stats["total_bytes"] == capacity
                 # Only the reader is left, and it has stored nothing.
                 assert held == 0, f"round {number}: dead writers still hold {held} B"
-    assert kills == rounds
     return acknowledged
 
 
 def test_a_killed_writer_loses_nothing(tmp_path):
     # 400 keys, a quarter of them 16 KiB and the others 4 KiB on disk, are less than the low
     # watermark of 4 MiB: nothing is evicted, so every acknowledged object must be there.
-    location = str(tmp_path / "store")
-    acknowledged = run_rounds(location, 4 << 20, 50, evicts=False)
+    acknowledged = run_rounds(tmp_path, 4 << 20, 50, evicts=False)
     assert len(acknowledged) > 100
-    with open_backend(location, {}) as last:
+    with open_backend(str(tmp_path / "store"), {}) as last:
         assert last.stats()["evicted"] == 0
         report = last.verify()
         assert report.bad == 0
@@ -116,13 +91,12 @@ def test_a_killed_writer_loses_nothing(tmp_path):
 
 def test_a_killed_writer_on_nixl(tmp_path):
     pytest.importorskip("nixl_cu12")
-    run_rounds(str(tmp_path / "store"), 4 << 20, 5, evicts=False, io="nixl-posix")
+    run_rounds(tmp_path, 4 << 20, 5, evicts=False, io="nixl-posix")
 
 
 def test_a_writer_killed_while_it_evicts(tmp_path):
-    location = str(tmp_path / "store")
-    run_rounds(location, 512 << 10, 15, evicts=True)
-    with open_backend(location, {}) as last:
+    run_rounds(tmp_path, 512 << 10, 15, evicts=True)
+    with open_backend(str(tmp_path / "store"), {}) as last:
         assert last.stats()["evicted"] > 0
         assert last.verify().bad == 0
 

@@ -5,7 +5,7 @@ import contextlib
 import numpy as np
 
 from kvconnect.disagg.decode import DecodeEndpoint
-from kvconnect.disagg.endpoint import EndpointOptions
+from kvconnect.disagg.options import EndpointOptions
 from kvconnect.disagg.prefill import PrefillEndpoint
 from kvconnect.disagg.shm import ShmTransport
 from kvconnect.identity import Identity

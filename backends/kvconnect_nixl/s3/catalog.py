@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvconnect.backend import Status
-from kvconnect.errors import ConfigError, CorruptionError
+from kvconnect.errors import ConfigError, CorruptionError, UnavailableError
 from kvconnect.memory.objects import MAX_RECORD_BYTES
 from kvconnect_nixl.s3 import names, seal
 from kvconnect_nixl.s3.core import Core
@@ -34,12 +34,22 @@ def exists(core: Core, keys: Sequence[str], nbytes: Sequence[int]) -> NDArray[np
 def remove(core: Core, keys: Sequence[str]) -> NDArray[np.bool_]:
     """Remove keys; True where an object was there that had not expired: (keys,) bool."""
     objects = [core.names.of(key) for key in keys]
+    _await_stores(core, set(objects).__contains__)
     # Deleting says nothing about what was there.
     seen = core.control.look_all(objects)
     core.control.delete(
         [name for name, one in zip(objects, seen, strict=True) if one.size is not None]
     )
     return np.array([_alive(*one) for one in seen], dtype=np.bool_)
+
+
+def _await_stores(core: Core, concerns: Callable[[str], bool]) -> None:
+    """Let stores that timed out end first: landing later, they bring back what is removed."""
+    if not core.wire.stores_ended(concerns, core.control.until()):
+        raise UnavailableError(
+            f"nixl+s3: nothing was removed from {core.place}: a put that was given up is still "
+            f"under way after {core.options.timeout} s and would bring it back; try again later"
+        )
 
 
 def _alive(size: int | None, tail: bytes) -> bool:
@@ -62,6 +72,7 @@ def _listed(core: Core, prefix: str) -> list[tuple[str, str]]:
 
 def clear(core: Core, prefix: str) -> int:
     """Remove all keys that begin with `prefix`, and nothing that is no object of ours."""
+    _await_stores(core, lambda name: (core.names.key_of(name) or "").startswith(prefix))
     found = _listed(core, prefix)
     core.control.delete([name for _, name in found])
     return len(found)

@@ -136,7 +136,7 @@ class Moving(ABC):
 
     def _overtakes(self, task: Task) -> bool:
         # A store that timed out earlier may land yet, and would replace what is stored now.
-        if self.op is Op.STORE and self.core.wire.storing_late(task.name):
+        if self.op is Op.STORE and self.core.wire.storing_late(task.name.__eq__):
             task.after = time.monotonic() + _BUSY_SECONDS
             return True
         return False

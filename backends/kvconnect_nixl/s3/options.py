@@ -105,6 +105,11 @@ def parse_place(location: str) -> Place:
     'kv-cache/team/a'
     """
     bucket, _, prefix = location.partition("/")
+    if "@" in bucket:
+        raise ConfigError(
+            "nixl+s3: the bucket's name has an @ in it; credentials go into access_key= and "
+            "secret_key=, or stay in the environment"
+        )
     if not _BUCKET.fullmatch(bucket) or ".." in bucket:
         raise ConfigError(
             f"nixl+s3: {bucket!r} is no bucket name; it has 3 to 63 of a-z 0-9 . - as in "

@@ -10,9 +10,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
-from bisect import insort
 
 from kvconnect.backend import Closing
+from kvconnect.first_fit import FirstFit
 from kvconnect.region import Region
 
 STEP = 4096
@@ -45,25 +45,21 @@ class SlotPool(Closing):
         self.nbytes = _up(nbytes)
         self._memory = memoryview(mmap.mmap(-1, self.nbytes))
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self._taken: list[tuple[int, int]] = []
+        self._parts = FirstFit(self.nbytes)
         self._lock = threading.Lock()
-        self.touched = 0
 
     def take(self, nbytes: int) -> Slot | None:
         """Return a slot of `nbytes`, or None where none is free now."""
-        need = _up(nbytes)
         with self._lock:
-            offset = self._find(need)
-            if offset is None:
-                return None
-            insort(self._taken, (offset, need))
-            self.touched = max(self.touched, offset + need)
+            offset = self._parts.take(_up(nbytes))
+        if offset is None:
+            return None
         return Slot(self._memory[offset : offset + nbytes], self.address + offset, offset)
 
     def give(self, slot: Slot) -> None:
         """Take a slot back; nothing may write to it any more."""
         with self._lock:
-            self._taken.remove((slot.offset, _up(len(slot.view))))
+            self._parts.give(slot.offset, _up(len(slot.view)))
 
     def close(self) -> None:
         """Return the memory to the system, whoever still holds this object."""
@@ -72,16 +68,12 @@ class SlotPool(Closing):
     @property
     def out(self) -> int:
         """Bytes of the slots that are out."""
-        with self._lock:
-            return sum(nbytes for _, nbytes in self._taken)
+        return self._parts.out
 
-    def _find(self, need: int) -> int | None:
-        at = 0
-        for offset, nbytes in self._taken:
-            if offset - at >= need:
-                return at
-            at = offset + nbytes
-        return at if self.nbytes - at >= need else None
+    @property
+    def touched(self) -> int:
+        """Bytes of the mapping that were ever used."""
+        return self._parts.touched
 
 
 def _up(nbytes: int) -> int:

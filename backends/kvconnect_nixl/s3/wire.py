@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kvconnect.backend import Closing, Op
@@ -60,7 +60,7 @@ class Wire(Closing):
         self._active = 0
         self._lock = threading.Lock()
         # A store that was dropped without close must not free memory beneath a transfer.
-        self._end = weakref.finalize(self, _end, self._agent, self.slots)
+        self._end = weakref.finalize(self, _end, self._agent, self.slots, os.getpid())
 
     def start(self, op: Op, name: str, slot: Slot, nbytes: int) -> Flight | None:
         """Start moving the first `nbytes` of a slot; None while there are enough under way."""
@@ -107,17 +107,25 @@ class Wire(Closing):
         with self._lock:
             for flight in [one for one in self._late if one.posted.poll()]:
                 self._late.remove(flight)
-                flight.registered.close()
                 self.slots.give(flight.slot)
                 self._active -= 1
+                flight.registered.close()
             return len(self._late)
 
-    def storing_late(self, name: str) -> bool:
-        """Tell whether a given-up store of this object may still replace it."""
+    def storing_late(self, concerns: Callable[[str], bool]) -> bool:
+        """Tell whether a given-up store of an object that `concerns` us may still land."""
         if not self.sweep():
             return False
         with self._lock:
-            return any(one.op is Op.STORE and one.name == name for one in self._late)
+            return any(one.op is Op.STORE and concerns(one.name) for one in self._late)
+
+    def stores_ended(self, concerns: Callable[[str], bool], until: float) -> bool:
+        """Wait for given-up stores of objects that `concerns` us; False if one goes on."""
+        while self.storing_late(concerns):
+            if time.monotonic() >= until:
+                return False
+            time.sleep(20 * POLL_SECONDS)
+        return True
 
     @property
     def active(self) -> int:
@@ -143,10 +151,13 @@ class Wire(Closing):
                     f"were given up; their buffers stay: close again later"
                 )
             time.sleep(POLL_SECONDS)
-        self._end()
+        _end(self._agent, self.slots, os.getpid())
+        self._end.detach()
 
 
-def _end(agent: Agent, slots: SlotPool) -> None:
+def _end(agent: Agent, slots: SlotPool, pid: int) -> None:
+    if os.getpid() != pid:
+        return  # a forked child that ends: what moves is its parent's
     # In this order: the slots live until nothing moves any more.
     agent.close()
     slots.close()
