@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import threading
 import time
 from collections import Counter, deque
@@ -120,8 +121,9 @@ class Channel(Closing):
         def connect() -> str:
             if address not in self._clients:
                 socket = self._socket(self._zmq.DEALER)
-                # A name that begins with a zero byte is ZeroMQ's own.
-                socket.setsockopt(self._zmq.IDENTITY, b"k" + name)
+                # A name that begins with a zero byte is ZeroMQ's own. Two addresses may lead to
+                # one rank, which must not take one connection for the other come back.
+                socket.setsockopt(self._zmq.IDENTITY, b"k" + name + secrets.token_bytes(4))
                 if self._keys is not None:
                     socket.curve_serverkey = self._keys.public.encode()
                 socket.connect(address)

@@ -206,8 +206,9 @@ class Endpoint(Closing):
             if known.lost is not None and known.ended is None and known.link.alive():
                 log.info("kvconnect: %s found %s again", self.options.name, known)
                 known.lost = None
-            if known.lost is None and known.route == route:
-                known.heard = time.monotonic()
+            if known.lost is None:
+                if known.route == route:
+                    known.heard = time.monotonic()
                 told(known, None)
             return
         if generation in self._meeting or self._closing or len(self._meeting) >= _MAX_MEETING:

@@ -128,11 +128,9 @@ class PrefillEndpoint(Endpoint):
         """Meet a decode rank in a worker, then answer with our own greeting or a refusal."""
 
         def answer(peer: PeerRank | None, error: Exception | None) -> None:
-            if peer is None:
-                said = Refused(str(error)[:4000])
-                self._channel.send(route, Envelope(self.generation, generation, said))
-            else:
-                self.send_to(peer, self.hello())
+            # Where it was asked, which need not be where the peer is known to be.
+            said = self.hello() if peer is not None else Refused(str(error)[:4000])
+            self._channel.send(route, Envelope(self.generation, generation, said))
 
         self.acquaint(route, generation, hello, answer)
 

@@ -112,7 +112,8 @@ def test_nobody_asking_is_a_failure_in_time(cluster):
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_an_abort_ends_it_everywhere(cluster, side):
-    sendings = [p.send("r", SRC) for p in cluster.prefills]
+    # The second stage sends nothing, so that nobody can be done before.
+    sendings = [p.send("r", SRC) for p in cluster.prefills[:2]]
     receivings = [d.receive("r", DST, slots=TOKENS) for d in cluster.decodes[:3]]
     by = cluster.prefills[1] if side == "prefill" else cluster.decodes[0]
     by.abort("r", "the user has left")
@@ -340,6 +341,16 @@ def test_a_missing_rank_is_named_at_connect():
             cluster.decodes[0].connect(["tcp://127.0.0.1:9"], timeout=0.7)
         with pytest.raises(LayoutError, match=r"layer 0, head 0 .* held by 0 of the sources"):
             cluster.decodes[0].connect(cluster.addresses[2:], timeout=3)
+
+
+def test_a_rank_named_by_two_addresses_is_found_out_and_stays_connected(cluster):
+    alias = cluster.addresses[0].replace("127.0.0.1", "localhost")
+    decode = cluster.decodes[0]
+    with pytest.raises(LayoutError, match="held by 2 of the sources"):
+        decode.connect([*cluster.addresses, alias], timeout=5)
+    requests = [p.send("r", SRC) for p in cluster.prefills]
+    requests += [d.receive("r", DST, slots=TOKENS) for d in cluster.decodes]
+    assert all(r.wait().ok for r in requests)
 
 
 def test_closing_twice_is_safe_and_ends_everything(cluster):
