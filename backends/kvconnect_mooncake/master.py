@@ -115,11 +115,13 @@ def _folder(folder: str | None) -> Path:
 
 
 def _runs(pid: int) -> bool:
-    """Tell whether a process runs; one that has ended has no command line any more."""
+    """Tell whether a process runs; one that has ended stays a zombie until the shell waits."""
     try:
-        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
         return False
+    # Not by its command line, which is empty for a moment while it starts.
+    return state.rpartition(")")[2].split()[0] not in {"Z", "X"}
 
 
 def _free_ports(count: int) -> list[int]:

@@ -33,7 +33,7 @@ def pd_demo(
     ] = "auto",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode.")] = 48,
     limit: Annotated[int, typer.Option(min=1, help="Most bytes of the text to use.")] = 4096,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds for the whole run.")] = 60,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for the whole run.")] = 60,
     tamper: Annotated[
         bool, typer.Option("--tamper", help="Change one received value, to see it noticed.")
     ] = False,

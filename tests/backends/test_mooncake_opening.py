@@ -164,15 +164,12 @@ def test_its_own_master_dies_with_the_process(tmp_path):
         "sys.stdin.read()"
     )
     path = os.pathsep.join(p for p in sys.path if p)
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": path}, text=True,
-    )  # fmt: skip
-    pid = int(process.stdout.readline())
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    process.stdin.close()
-    process.stdout.close()
+    ) as process:  # fmt: skip
+        pid = int(process.stdout.readline())
+        process.send_signal(signal.SIGKILL)
     wait_for(lambda: not Path(f"/proc/{pid}").exists(), 10, "its end")
 
 
