@@ -92,7 +92,7 @@ class Outbound:
         packed, why = self.packs(plan, pieces, peer)
         started = time.monotonic()
         if packed:
-            carried = self._packed(request_id, pages, order, layers, until)
+            carried = self._packed(request_id, pages, order, layers, until, plan)
         else:
             carried = carry(
                 endpoint.transport,
@@ -124,10 +124,15 @@ class Outbound:
         return packed, words
 
     def _packed(
-        self, request_id: str, pages: U64, order: Order, layers: Layers, until: float
+        self,
+        request_id: str,
+        pages: U64,
+        order: Order,
+        layers: Layers,
+        until: float,
+        plan: PairPlan,
     ) -> Carried:
         endpoint, peer = self._endpoint, order.peer
-        plan = endpoint.plan(peer, *layers)
         pieces = order.slots // common_slots(endpoint.side.pool, peer.side.pool)
         claim = Claim(
             want=lambda number, count: self._tell(peer, Want(number, count)),
