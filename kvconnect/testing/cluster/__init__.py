@@ -1,1 +1,1 @@
-"""Clusters for tests: hosts as network namespaces or over ssh, real stores, real faults."""
+"""Clusters for tests: hosts as network namespaces with disks of their own, and real faults."""
