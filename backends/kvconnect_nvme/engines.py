@@ -26,8 +26,8 @@ _CANDIDATES: tuple[tuple[Io, UringOrAio], ...] = (
 )
 
 _Choice = tuple[Io, UringOrAio, str]
-_chosen: dict[tuple[int, bool, int], _Choice] = {}
-"""By file system, O_DIRECT and threads: what the probe said, for the life of the process."""
+_chosen: dict[tuple[int, int], _Choice] = {}
+"""By file system and threads: what the probe said, for the life of the process."""
 _choosing = threading.Lock()
 
 
@@ -39,8 +39,11 @@ def open_engine(options: NvmeOptions, slabs: Slabs) -> IoEngine:
     """
     if options.io != "auto":
         return _make(options, slabs, f"io={options.io} was asked for")
+    if not slabs.direct:
+        # What is posted on the page cache is moved before the call returns, one after another.
+        return _make(replace(options, io="threads"), slabs, "the page cache is in between")
     where = slabs.path.stat()
-    place = (where.st_rdev if slabs.device else where.st_dev, slabs.direct, options.io_threads)
+    place = (where.st_rdev if slabs.device else where.st_dev, options.io_threads)
     with _choosing:
         if place not in _chosen:
             _chosen[place] = io, api, reason = _choose(options, slabs)
@@ -51,7 +54,7 @@ def open_engine(options: NvmeOptions, slabs: Slabs) -> IoEngine:
 
 def _make(options: NvmeOptions, slabs: Slabs, reason: str = "") -> IoEngine:
     if options.io == "threads":
-        return ThreadsEngine(options.io_threads, reason)
+        return ThreadsEngine(options.io_threads, reason, cached=not slabs.direct)
     try:
         # Late: a store on threads neither needs kvconnect_nixl nor pays for importing NIXL.
         from kvconnect_nvme.nixl_engine import NixlEngine  # noqa: PLC0415
