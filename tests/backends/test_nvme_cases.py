@@ -125,10 +125,10 @@ def test_descriptors_return_to_baseline(location, monkeypatch):
     calls = iter(range(10**9))
     real = os.pwritev
 
-    def flaky(fd, buffers, offset):
+    def flaky(fd, buffers, offset, *flags):
         if next(calls) % 3 == 2:
             raise OSError(5, "injected")
-        return real(fd, buffers, offset)
+        return real(fd, buffers, offset, *flags)
 
     before = count_fds()
     resource.setrlimit(resource.RLIMIT_NOFILE, (128, hard))
@@ -272,9 +272,9 @@ def test_the_deadline_of_a_transfer(location, monkeypatch):
 def test_a_short_call_is_continued(store, monkeypatch):
     real_write, real_read = os.pwritev, os.preadv
 
-    def some(call, fd, buffers, offset):
+    def some(call, fd, buffers, offset, *flags):
         first = buffers[0]
-        return call(fd, [first[: max(len(first) // 2 // 4096, 1) * 4096]], offset)
+        return call(fd, [first[: max(len(first) // 2 // 4096, 1) * 4096]], offset, *flags)
 
     monkeypatch.setattr(os, "pwritev", lambda *a: some(real_write, *a))
     monkeypatch.setattr(os, "preadv", lambda *a: some(real_read, *a))
@@ -288,10 +288,10 @@ def test_a_read_error_costs_only_its_object(store, monkeypatch):
     with store.core.env.read() as session:
         bad = store.core.index(session).find(pack(names[2])).address
 
-    def failing(fd, buffers, offset):
+    def failing(fd, buffers, offset, *flags):
         if offset <= bad < offset + sum(map(len, buffers)):
             raise OSError(5, "bad sector")
-        return real(fd, buffers, offset)
+        return real(fd, buffers, offset, *flags)
 
     monkeypatch.setattr(os, "preadv", failing)
     outcome, _ = get(store, names, [4096] * 5)
@@ -310,8 +310,8 @@ def test_evicted_while_being_read(location, monkeypatch):
         names, real = keys(2), os.preadv
         put(store, names, [4096] * 2)
 
-        def racing(fd, buffers, offset):
-            count = real(fd, buffers, offset)
+        def racing(fd, buffers, offset, *flags):
+            count = real(fd, buffers, offset, *flags)
             monkeypatch.setattr(os, "preadv", real)
             other.remove(names[:1])
             return count

@@ -127,10 +127,10 @@ def test_a_bad_block_costs_only_its_object(nixl, tmp_path, monkeypatch):
         bad = store.core.slabs.locate(address)[1]
         nixl.fails, real = lambda number: True, os.preadv
 
-        def failing(fd, buffers, offset):
+        def failing(fd, buffers, offset, *flags):
             if offset <= bad < offset + sum(map(len, buffers)):
                 raise OSError(errno.EIO, "bad sector")
-            return real(fd, buffers, offset)
+            return real(fd, buffers, offset, *flags)
 
         monkeypatch.setattr(os, "preadv", failing)
         held = in_place([[4096]] * 5)
