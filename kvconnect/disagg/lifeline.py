@@ -66,6 +66,17 @@ class LifeServer(Closing):
         return sum(caller.known for caller in list(self._callers.values()))
 
     def _serve(self) -> None:
+        try:
+            self._listen()
+        finally:
+            # Here, not in `close`: a thread that was kept from running for a while would find
+            # what it waits on closed under it.
+            for sock in [*self._callers, self._sock, self._wake]:
+                sock.close()
+            self._callers = {}
+            self._selector.close()
+
+    def _listen(self) -> None:
         while True:
             for key, _ in self._selector.select(_LOOK_SECONDS):
                 sock = key.fileobj
@@ -130,10 +141,7 @@ class LifeServer(Closing):
         self.closed = True
         self._woken.send(b"x")
         self._thread.join(_HELLO_SECONDS)
-        for sock in [*self._callers, self._sock, self._wake, self._woken]:
-            sock.close()
-        self._callers = {}
-        self._selector.close()
+        self._woken.close()
 
 
 @dataclass(eq=False)

@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 
+from kvconnect.disagg import lifeline
 from kvconnect.disagg.flight import Flight
 from kvconnect.disagg.lane import Lane, cut
 from kvconnect.disagg.lifeline import LifeServer, dial
@@ -287,3 +288,26 @@ def test_strangers_get_no_lifeline():
                 stack.enter_context(line)
             until(lambda: server.attached() == 20)
         until(lambda: server.attached() == 0)
+
+
+def test_a_server_that_is_kept_from_running_closes_in_its_own_time(monkeypatch):
+    # An error in its thread would fail this test: nothing may be closed under it.
+    gate, entered = threading.Event(), threading.Event()
+
+    class Held(LifeServer):
+        def _hear(self, sock):
+            entered.set()
+            assert gate.wait(30)
+            super()._hear(sock)
+
+    monkeypatch.setattr(lifeline, "_HELLO_SECONDS", 0.2)
+    with Held("127.0.0.1", GENERATION, TOKEN) as server:
+        with socket.create_connection(("127.0.0.1", server.port), 5) as caller:
+            caller.sendall(TOKEN)
+            assert entered.wait(10)
+            server.close()
+            gate.set()
+            server._thread.join(10)
+            assert not server._thread.is_alive()
+            caller.settimeout(10)
+            assert caller.recv(100) in {b"", bytes.fromhex(GENERATION)}
