@@ -301,13 +301,15 @@ def test_a_server_that_is_kept_from_running_closes_in_its_own_time(monkeypatch):
             super()._hear(sock)
 
     monkeypatch.setattr(lifeline, "_HELLO_SECONDS", 0.2)
-    with Held("127.0.0.1", GENERATION, TOKEN) as server:
-        with socket.create_connection(("127.0.0.1", server.port), 5) as caller:
-            caller.sendall(TOKEN)
-            assert entered.wait(10)
-            server.close()
-            gate.set()
-            server._thread.join(10)
-            assert not server._thread.is_alive()
-            caller.settimeout(10)
-            assert caller.recv(100) in {b"", bytes.fromhex(GENERATION)}
+    with (
+        Held("127.0.0.1", GENERATION, TOKEN) as server,
+        socket.create_connection(("127.0.0.1", server.port), 5) as caller,
+    ):
+        caller.sendall(TOKEN)
+        assert entered.wait(10)
+        server.close()
+        gate.set()
+        server._thread.join(10)
+        assert not server._thread.is_alive()
+        caller.settimeout(10)
+        assert caller.recv(100) in {b"", bytes.fromhex(GENERATION)}
