@@ -7,6 +7,7 @@ this key, in time. What a writer may: OK means that these bytes are what readers
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
@@ -54,6 +55,7 @@ class MooncakeBackend(Closing):
         )
         self._master = master
         self._closed = self._released = False
+        self._closing = threading.Lock()
         self._under_way: list[Job] = []
         table = Registrations(self.name, lambda: self._under_way, options.timeout)
         self._table = table
@@ -144,17 +146,17 @@ class MooncakeBackend(Closing):
         for job in under_way:
             job.cancel()
         self._table.drain()
-        with self._table.lock:
+        # One at a time: a client that is closed twice ends the process.
+        with self._closing, ExitStack() as stack:
             if self._released:
                 return
-            self._released = True
-        with ExitStack() as stack:
             if self._master is not None:
                 stack.callback(self._master.close)
             if not close_core(self.core, self.options.timeout):
                 raise TransferTimeoutError(
                     f"mooncake: a call of the library did not return in {self.options.timeout} s"
                 )
+            self._released = True
 
     def _check_open(self, operation: str) -> None:
         if self._closed:

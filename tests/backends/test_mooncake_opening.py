@@ -7,13 +7,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 import kvconnect
-from kvconnect.errors import ConfigError, UnavailableError
+from kvconnect.errors import ConfigError, TransferTimeoutError, UnavailableError
 from kvconnect.testing.suite import keys
 from kvconnect.testing.suite.base import put, stored
 from kvconnect_mooncake import open_backend, transport
@@ -179,3 +180,16 @@ def test_a_master_that_cannot_start(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="log"):
         MasterProcess(str(tmp_path / "file"), lease=1.0)
+
+
+def test_a_close_that_came_too_early_is_done_the_second_time(master):
+    store, gate = opened(master, timeout="0.3"), threading.Event()
+    hung = store.core.movers.call(lambda: gate.wait(30))
+    with pytest.raises(TransferTimeoutError, match="did not return in"):
+        store.close()
+    assert not store.core.client._closed
+    gate.set()
+    assert hung.result(10)
+    store.close()
+    assert store.core.client._closed
+    store.close()
