@@ -176,7 +176,8 @@ def test_without_a_sender_a_request_ends_by_its_deadline(cluster):
         decode = fleet.ranks["decode0"]
         decode.ask("receive", request="alone", ids=IDS, deadline=0.5)
         call = decode.call("alone", 5)
-        assert call.misses == {"TIMEOUT": len(IDS)}
+        # Both sides have the same deadline; the other's word may be here first.
+        assert call.misses in ({"TIMEOUT": len(IDS)}, {"PEER_GAVE_UP": len(IDS)})
         assert 0.5 <= call.seconds < 1.0
 
 
