@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from kvconnect.boot import boot_id
 from kvconnect.errors import ConfigError, CorruptionError, KVConnectError
 from kvconnect_nvme import device
 from kvconnect_nvme.arena import Arena
-from kvconnect_nvme.boot import boot_id
 from kvconnect_nvme.bounce import BouncePool
 from kvconnect_nvme.builder import Builder
 from kvconnect_nvme.core import Core

@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvconnect.backend import Closing
+from kvconnect.boot import boot_id
 from kvconnect.errors import ConfigError, TransferTimeoutError
-from kvconnect_nvme.boot import boot_id
 from kvconnect_nvme.env import IndexEnv
 from kvconnect_nvme.extents import Extents
 from kvconnect_nvme.foreign import mapped

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvconnect_nvme.boot import boot_id
+from kvconnect.boot import boot_id
 from kvconnect_nvme.buckets import BUCKET_BYTES, WIDTH, Buckets
 from kvconnect_nvme.words import Words
 

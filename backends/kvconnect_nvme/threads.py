@@ -66,20 +66,18 @@ class ThreadsEngine(Closing):
         other's core and caches: four to a core were a third slower.
         """
         errors: list[Exception | None] = [None] * len(groups)
-        todo, rest = deque(enumerate(groups)), deque[int]()
+        todo = deque(enumerate(groups))
 
         def copy(_: int) -> None:
-            while todo:
+            while True:
                 try:
                     number, group = todo.popleft()
                 except IndexError:
-                    return  # another thread took the last one
-                errors[number] = error = _guarded(Op.LOAD, group, work, os.RWF_NOWAIT)
-                if isinstance(error, OSError) and error.errno in _NOT_AT_ONCE:
-                    rest.append(number)
+                    return  # all are taken
+                errors[number] = _guarded(Op.LOAD, group, work, os.RWF_NOWAIT)
 
         self.each(copy, range(min(CORES, self._threads, len(groups))))
-        late = sorted(rest)
+        late = [number for number, error in enumerate(errors) if _not_at_once(error)]
         again = self.each(lambda number: _guarded(Op.LOAD, groups[number], work), late)
         for number, error in zip(late, again, strict=True):
             errors[number] = error
@@ -106,6 +104,10 @@ class ThreadsEngine(Closing):
     def close(self) -> None:
         """Let the threads end; the caller has seen to it that none is at work."""
         self._pool.shutdown(wait=False)
+
+
+def _not_at_once(error: Exception | None) -> bool:
+    return isinstance(error, OSError) and error.errno in _NOT_AT_ONCE
 
 
 def _guarded(op: Op, group: Group, work: Work, flags: int = 0) -> Exception | None:

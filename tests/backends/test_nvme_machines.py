@@ -41,7 +41,7 @@ def test_a_store_that_is_open_on_another_machine_is_refused(tmp_path, other, dur
 
 
 def test_a_machine_that_does_not_say_which_it_is_may_use_it(tmp_path, other, monkeypatch):
-    monkeypatch.setattr("kvconnect_nvme.boot._BOOT_ID", tmp_path / "none")
+    monkeypatch.setattr("kvconnect.boot._BOOT_ID", tmp_path / "none")
     with open_backend(str(tmp_path), OPTIONS) as store:
         stored(store, keys(2), [4096] * 2)
         assert store.exists(keys(3), [4096] * 3).tolist() == [True, True, False]

@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvconnect import boot
 from kvconnect.backend import Status
 from kvconnect.testing.suite.base import content, expect, get, key, keys, put, stored
-from kvconnect_nvme import boot, builder, open_backend, presence_file
+from kvconnect_nvme import builder, open_backend, presence_file
 from tests.backends.presence_checks import OPTIONS, agree, files, settle, state, table, words_of
 
 

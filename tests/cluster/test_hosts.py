@@ -14,6 +14,7 @@ import pytest
 from kvconnect.errors import TransferTimeoutError, UnavailableError
 from kvconnect.testing.cluster import sweep
 from kvconnect.testing.cluster.cluster import Cluster
+from kvconnect.testing.peer_suite.base import until
 
 MIB = 1 << 20
 PY = [sys.executable, "-I", "-S", "-u", "-c"]
@@ -106,9 +107,7 @@ def test_a_process_is_stopped_and_goes_on(three):
         cat.send("one")
         assert cat.receive(5) == "one"
         cat.stop()
-        until = time.monotonic() + 5
-        while "State:\tT" not in host.read(f"/proc/{cat.pid}/status"):
-            assert time.monotonic() < until, "it runs on"
+        until(lambda: "State:\tT" in host.read(f"/proc/{cat.pid}/status"), 5)
         cat.send("two")
         with pytest.raises(TransferTimeoutError):
             cat.receive(0.2)

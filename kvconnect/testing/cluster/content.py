@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,8 +101,8 @@ class Content:
         `got`: (page, slot, layer, head, dim) of the same pages; any strides.
         """
         counts = [
-            np.count_nonzero(got[part] != self.pages(numbers[part], component, layers, heads))
-            for part in _single(len(numbers))
+            np.count_nonzero(got[at] != self.pages([number], component, layers, heads)[0])
+            for at, number in enumerate(numbers)
         ]
         return np.array(counts, dtype=np.int64)
 
@@ -127,11 +127,6 @@ class Content:
             block *= _SECOND
             np.right_shift(block, _FOLD, out=shifted[: len(block)])
             block ^= shifted[: len(block)]
-
-
-def _single(count: int) -> Iterator[slice]:
-    """Yield one page at a time: a page is already far above the cost of a call."""
-    return (slice(at, at + 1) for at in range(count))
 
 
 def _mix(values: _U64) -> _U64:

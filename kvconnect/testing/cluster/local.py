@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
@@ -18,8 +19,6 @@ from kvconnect.testing.cluster.host import Host
 from kvconnect.testing.cluster.names import DEVICE, Names
 from kvconnect.testing.cluster.process import Child
 from kvconnect.testing.cluster.tools import call
-
-_KILL, _STOP, _CONT = 9, 19, 18
 
 _FILLER = ".filler"
 
@@ -90,15 +89,15 @@ class LocalHost(Host):
 
     def kill(self) -> None:
         """Kill every process on the host."""
-        self._control.signal(EVERYBODY, _KILL)
+        self._control.signal(EVERYBODY, signal.SIGKILL)
 
     def stop(self) -> None:
         """Stop every process on the host."""
-        self._control.signal(EVERYBODY, _STOP)
+        self._control.signal(EVERYBODY, signal.SIGSTOP)
 
     def go_on(self) -> None:
         """Let every process on the host go on."""
-        self._control.signal(EVERYBODY, _CONT)
+        self._control.signal(EVERYBODY, signal.SIGCONT)
 
     def set_rules(self, sources: shaping.Sources) -> None:
         """Drop just these packets from now on."""

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvconnect.boot import boot_id
 from kvconnect.errors import UnavailableError
 
 BASE = Path("/var/tmp/kvconnect-clusters")  # noqa: S108 - made 0700 and owned by root
@@ -40,11 +41,11 @@ class Owner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @classmethod
     def this(cls) -> Owner:
         """Describe the calling process."""
-        return cls(os.getpid(), start_ticks(os.getpid()) or 0, _boot())
+        return cls(os.getpid(), start_ticks(os.getpid()) or 0, boot_id())
 
     def alive(self) -> bool:
         """Tell whether that very process still runs."""
-        return self.boot == _boot() and start_ticks(self.pid) == self.start
+        return self.boot == boot_id() and start_ticks(self.pid) == self.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class Names:
     @property
     def switch(self) -> str:
         """Return the network namespace of the bridge."""
-        return f"kvc-{self.ident}-switch"
+        return f"{self.prefix}switch"
 
     @property
     def prefix(self) -> str:
@@ -132,7 +133,3 @@ def start_ticks(pid: int) -> int | None:
     except OSError:
         return None
     return None if fields[0] in {"Z", "X"} else int(fields[19])
-
-
-def _boot() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

@@ -39,6 +39,7 @@ from kvconnect.testing.cluster.events import Call, Event, Lines, Said, State
 from kvconnect.testing.cluster.pd_messages import RankConfig
 from kvconnect.testing.cluster.pd_rank_flip import Flipping
 from kvconnect.testing.cluster.pd_rank_pages import PageBook, Pages
+from kvconnect.testing.handles import handles
 
 log = logging.getLogger("kvconnect.testing.cluster")
 
@@ -274,6 +275,7 @@ class PDRank:
     def _state(self) -> State:
         with Path("/proc/self/statm").open() as file:
             rss = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        fds, threads = handles()
         quarantined = self._end.quarantined() if self.config.role == "decode" else []
         stats = {
             "requests": len(self._held),
@@ -284,8 +286,8 @@ class PDRank:
         return State(
             worker=self.config.name,
             at=time.monotonic(),
-            fds=_entries("/proc/self/fd"),
-            threads=_entries("/proc/self/task"),
+            fds=fds,
+            threads=threads,
             rss=rss,
             quarantined=len(quarantined) * self._book.page_nbytes,
             stats={k: float(v) for k, v in (stats | self._end.counters()).items()},
@@ -307,10 +309,6 @@ def _kind(outcome: RequestOutcome) -> str:
     if outcome.state is RequestState.UNDER_WAY:
         return "UNDER_WAY"
     return next((kind for words, kind in _KINDS if words in outcome.reason), "FAILED")
-
-
-def _entries(folder: str) -> int:
-    return sum(1 for _ in Path(folder).iterdir())
 
 
 def _own_stdout() -> TextIO:

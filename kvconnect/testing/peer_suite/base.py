@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -74,11 +73,6 @@ def until(condition: Callable[[], bool], seconds: float = WAIT) -> float:
         assert time.monotonic() < started + seconds, f"not so after {seconds} s"
         time.sleep(0.005)
     return time.monotonic() - started
-
-
-def handles() -> tuple[int, int]:
-    """Return the numbers of file descriptors and of threads of this process."""
-    return len(list(Path("/proc/self/fd").iterdir())), len(list(Path("/proc/self/task").iterdir()))
 
 
 class SuiteBase:

@@ -17,7 +17,8 @@ from kvconnect.errors import (
     TransferTimeoutError,
     UnavailableError,
 )
-from kvconnect.testing.peer_suite.base import WAIT, Block, SuiteBase, handles, runs_of, until, whole
+from kvconnect.testing.handles import handles
+from kvconnect.testing.peer_suite.base import WAIT, Block, SuiteBase, runs_of, until, whole
 
 SMALL = 1 << 16
 PIECE = 64 << 10

@@ -10,11 +10,11 @@ import pytest
 
 from kvconnect.disagg.transport import Peer, PeerStatus, PeerTransfer, PeerTransport, Way
 from kvconnect.errors import KVConnectError, UnavailableError
+from kvconnect.testing.handles import handles
 from kvconnect.testing.peer_suite.base import (
     WAIT,
     Block,
     SuiteBase,
-    handles,
     runs_of,
     until,
     whole,
