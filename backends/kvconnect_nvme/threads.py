@@ -63,7 +63,7 @@ class ThreadsEngine(Closing):
         """Copy what is in memory on as many threads as there are cores, then read the rest.
 
         A disk wants many requests at once, but copies by more threads than cores only take each
-        other's core and caches: four to a core were a third slower.
+        other's core and caches.
         """
         errors: list[Exception | None] = [None] * len(groups)
         todo = deque(enumerate(groups))
