@@ -29,15 +29,20 @@ mount --bind "$1" /proc/sys/kernel/random/boot_id
 mount --bind "$2" /etc/hosts
 mount -t tmpfs -o mode=1777 tmpfs /dev/shm
 umount -l /run/netns
-for point in $(awk '$0 ~ / - [^ ]+ \\/dev\\/loop/ {print $5}' /proc/self/mountinfo); do
-  test "$point" = "$3" || umount -l "$point"
+others() {
+  awk -v own="$1" '$0 ~ / - [^ ]+ \\/dev\\/loop/ && $5 != own {print $5}' /proc/self/mountinfo
+}
+for point in $(others "$3"); do
+  words=$(umount -l "$point" 2>&1) || ! others "$3" | grep -qxF "$point" ||
+    { echo "$words" >&2; exit 1; }
 done
 echo "$4" > /proc/sys/kernel/hostname
 shift 4
 exec "$@"
 """
 # What a host must not share with its neighbours. Other loop devices and namespaces are let go of
-# because a copy of their mount here would keep them busy when their owners unmount them.
+# because a copy of their mount here would keep them busy when their owners unmount them. One may
+# go between its listing and its unmounting: an owner that removes the folder takes the copy along.
 
 
 class _Message(msgspec.Struct):
