@@ -84,6 +84,10 @@ class IoEngine(Closable, Protocol):
     def in_place(self) -> bool:
         """Whether callers' memory is moved in place; all passes through bounce buffers if not."""
 
+    @property
+    def group_bytes(self) -> int:
+        """Bytes per group that it moves best: efficient, and enough groups to overlap."""
+
     def register(self, region: Region, *, own: bool = False) -> Closable:
         """Make memory known, once for all transfers; `RegistrationError` if it is refused.
 

@@ -114,7 +114,7 @@ class _Get:
     def _run(self, places: dict[int, int], work: Loading) -> dict[int, Exception]:
         core, job = self.core, self.job
         try:
-            groups = group(places, job.memory, core.slabs, core.options)
+            groups = group(places, job.memory, core.slabs, core.options, core.engine.group_bytes)
         except Exception as error:  # noqa: BLE001 - a slab that cannot be opened is data too
             return dict.fromkeys(places, error)
         errors = core.engine.run(job.batch.op, groups, work)

@@ -9,17 +9,28 @@ from kvconnect_nvme.engine import Group
 from kvconnect_nvme.options import NvmeOptions, up
 from kvconnect_nvme.slabs import Slabs
 
-LARGEST, SMALLEST = 4 << 20, 1 << 20
-"""Bytes per group: enough to be efficient, few enough to keep all threads busy."""
+SMALLEST = 1 << 20
+"""Bytes per group at least, where neighbours allow it: below, calls cost more than they move."""
+BOUNCED = 4 << 20
+"""Bytes per group at most that passes through a bounce buffer: copying one of them overlaps with
+moving others."""
 
 
 def group(
-    places: Mapping[int, int], memory: BatchMemory, slabs: Slabs, options: NvmeOptions
+    places: Mapping[int, int],
+    memory: BatchMemory,
+    slabs: Slabs,
+    options: NvmeOptions,
+    largest: int,
 ) -> list[Group]:
-    """Group the objects at `places` (index in the batch to store address) by file neighbourhood."""
+    """Group the objects at `places` (index in the batch to store address) by file neighbourhood.
+
+    `largest`: bytes of a group that is moved in place, unless one object is larger.
+    """
     total = sum(up(int(memory.sizes[i])) for i in places)
+    limit = min(max(total // options.io_threads, SMALLEST), largest)
     # No more than the bounce buffers hold: neighbours must not fail where each alone would fit.
-    limit = min(max(total // options.io_threads, SMALLEST), LARGEST, options.bounce)
+    limits = {False: limit, True: min(limit, BOUNCED, options.bounce)}
     groups: list[Group] = []
     run: list[int] = []
     end = start = 0
@@ -29,8 +40,8 @@ def group(
             run
             and address == end
             and address % slabs.slab_bytes
-            and address + room - start <= limit
             and _bounced(memory, i) == _bounced(memory, run[0])
+            and address + room - start <= limits[_bounced(memory, i)]
         )
         if not joins:
             if run:

@@ -69,6 +69,11 @@ class NixlEngine(Closing):
         """Whether the plugin may see callers' memory."""
         return self.plan.in_place
 
+    @property
+    def group_bytes(self) -> int:
+        """Bytes per group that it moves best."""
+        return self.plan.group
+
     def register(self, region: Region, *, own: bool = False) -> Closable:
         """Make host memory known to the plugin, callers' only where it leaves it alone."""
         if not own and not self.plan.in_place:

@@ -159,7 +159,7 @@ class _Put:
         core, job = self.core, self.job
         seeds = {i: keys.seed(self.packed[i]) for i in places} if core.options.checksum else None
         work = Storing(job.memory, core.bounce, job.check, seeds)
-        groups = group(places, job.memory, core.slabs, core.options)
+        groups = group(places, job.memory, core.slabs, core.options, core.engine.group_bytes)
         errors = core.engine.run(job.batch.op, groups, work)
         self._settle_failed(groups, errors)
         written = [i for i in places if i in work.moved]

@@ -36,6 +36,7 @@ class ThreadsEngine(Closing):
 
     name = "threads"
     in_place = True
+    group_bytes = 4 << 20
 
     def __init__(self, threads: int, reason: str = "", *, cached: bool = False) -> None:
         """Threads start when first needed; `reason`: why this engine, for the statistics.
