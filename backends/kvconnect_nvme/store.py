@@ -11,19 +11,17 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import ClassVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from kvconnect.backend import Backend, Batch, Capabilities, Closing, Location, Op, Registration
+from kvconnect.backend import Backend, Batch, Capabilities, Location, Op, Registration
 from kvconnect.errors import (
     ClosedError,
-    ConfigError,
     RegistrationError,
     TransferTimeoutError,
 )
 from kvconnect.region import Region
 from kvconnect.registrations import Registrations
+from kvconnect.store_front import Catalog, StoreFront, need_distinct
 from kvconnect_nvme import catalog, maintenance, report
 from kvconnect_nvme.core import Core, Job
 from kvconnect_nvme.env import check_process
@@ -40,12 +38,14 @@ MIN_RUN_BYTES = 256
 """Below this the connector's repacking is faster than gathering here: three times at 128 B."""
 
 
-class NvmeBackend(Closing):
+class NvmeBackend(StoreFront[Core]):
     """A store on a directory or block device.
 
     Invariants: a batch is settled and its memory quiet before `done()`; nothing of the caller
     is touched after `close` has returned; a process that was forked off cannot use it.
     """
+
+    catalog: ClassVar[Catalog[Core]] = catalog
 
     def __init__(self, home: Home, options: NvmeOptions) -> None:
         """Open; see `kvconnect_nvme.open_backend` for what may be raised."""
@@ -84,16 +84,10 @@ class NvmeBackend(Closing):
             self._known.drop(regions)
             raise
 
-    def exists(self, keys: Sequence[str], nbytes: Sequence[int]) -> NDArray[np.bool_]:
-        """Tell which keys are present with exactly these sizes: (keys,) bool."""
-        self._check_open("exists")
-        return catalog.exists(self.core, keys, nbytes)
-
     def submit(self, batch: Batch) -> Job:
         """Start a batch; see `kvconnect.backend.Backend.submit`."""
         self._check_open(batch.op.value)
-        if len(set(batch.keys)) != len(batch.keys):
-            raise ConfigError(f"nvme: {len(batch)} keys are not distinct; ask for each once")
+        need_distinct(self.name, batch)
         with self._registrations.lock:
             self._check_open(batch.op.value)
             self._registrations.check(batch)
@@ -104,33 +98,6 @@ class NvmeBackend(Closing):
             self._under_way.append(job)
             self._jobs.submit(_run, self.core, job)
         return job
-
-    def remove(self, keys: Sequence[str]) -> NDArray[np.bool_]:
-        """Remove keys; True where one was there: (keys,) bool."""
-        self._check_open("remove")
-        return catalog.remove(self.core, keys)
-
-    def list_keys(self, prefix: str = "") -> list[str]:
-        """Return the keys that begin with `prefix`, sorted."""
-        self._check_open("list_keys")
-        return catalog.list_keys(self.core, prefix)
-
-    def clear(self, prefix: str) -> int:
-        """Remove all keys that begin with `prefix`; `ConfigError` if it is empty."""
-        self._check_open("clear")
-        if not prefix:
-            raise ConfigError("nvme: clear needs a prefix; an empty one would drop everything")
-        return catalog.clear(self.core, prefix)
-
-    def put_record(self, name: str, value: bytes) -> None:
-        """Store or replace a record of at most 64 KiB."""
-        self._check_open("put_record")
-        catalog.put_record(self.core, name, value)
-
-    def records(self) -> dict[str, bytes]:
-        """Return all records."""
-        self._check_open("records")
-        return catalog.records(self.core)
 
     def stats(self) -> dict[str, int | float | str]:
         """Return sizes in bytes and counts; those of moved bytes are this process's own."""

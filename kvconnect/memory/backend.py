@@ -24,6 +24,7 @@ from kvconnect.errors import ClosedError, ConfigError, RegistrationError, Transf
 from kvconnect.memory.objects import ObjectStore, checksum
 from kvconnect.region import Region
 from kvconnect.registrations import Registrations
+from kvconnect.store_front import need_distinct, need_prefix
 from kvconnect.transfers import BatchTransfer
 
 
@@ -91,8 +92,7 @@ class MemoryBackend(Closing):
 
     def submit(self, batch: Batch) -> BatchTransfer:
         """Queue a batch; see `kvconnect.backend.Backend.submit`."""
-        if len(set(batch.keys)) != len(batch.keys):
-            raise ConfigError(f"memory: {len(batch)} keys are not distinct; ask for each once")
+        need_distinct("memory", batch)
         transfer = BatchTransfer(batch, self._deadline)
         with self._registrations.lock:
             self._check_open(batch.op.value)
@@ -130,8 +130,7 @@ class MemoryBackend(Closing):
     def clear(self, prefix: str) -> int:
         """Remove all keys that begin with `prefix`; `ConfigError` if it is empty."""
         self._check_open("clear")
-        if not prefix:
-            raise ConfigError("memory: clear needs a prefix; an empty one would drop everything")
+        need_prefix("memory", prefix)
         return sum(self.objects.remove(key) for key in self.objects.keys(prefix))
 
     def put_record(self, name: str, value: bytes) -> None:

@@ -20,6 +20,7 @@ from kvconnect.backend import Backend, Batch, Closing, Registration
 from kvconnect.errors import ClosedError, ConfigError, UnavailableError
 from kvconnect.region import Region
 from kvconnect.registrations import Registrations
+from kvconnect.store_front import need_distinct
 from kvconnect.tiered.arena import Arena
 from kvconnect.tiered.catalog import Catalog
 from kvconnect.tiered.combine import combined
@@ -145,8 +146,7 @@ class TieredBackend(Closing):
     def submit(self, batch: Batch) -> Job:
         """Start a batch; see `kvconnect.backend.Backend.submit`."""
         self._check_open(batch.op.value)
-        if len(set(batch.keys)) != len(batch.keys):
-            raise ConfigError(f"tiered: {len(batch)} keys are not distinct; ask for each once")
+        need_distinct("tiered", batch)
         job = Job(batch, self.options.timeout)
         with self._registrations.lock:
             self._check_open(batch.op.value)

@@ -16,7 +16,8 @@ from kvconnect.backend import (
     SupportsRecords,
     SupportsStats,
 )
-from kvconnect.errors import ConfigError, TransferTimeoutError, UnavailableError
+from kvconnect.errors import TransferTimeoutError, UnavailableError
+from kvconnect.store_front import need_prefix
 from kvconnect.tiered.core import Core
 from kvconnect.tiered.tier import Tier
 
@@ -103,8 +104,7 @@ class Catalog:
         Raises `ConfigError` if it is empty, `UnavailableError` if a tier could not be asked.
         """
         self._check_open("clear")
-        if not prefix:
-            raise ConfigError("tiered: clear needs a prefix; an empty one would drop everything")
+        need_prefix("tiered", prefix)
         core, counts, missed = self._core, [], []
         if not core.ledger.begin_clear(prefix, time.monotonic() + core.options.timeout):
             raise TransferTimeoutError(

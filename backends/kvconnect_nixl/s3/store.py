@@ -11,14 +11,13 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import ClassVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from kvconnect.backend import Backend, Batch, Capabilities, Closing, Op, Registration, Status
-from kvconnect.errors import ClosedError, ConfigError, RegistrationError
+from kvconnect.backend import Backend, Batch, Capabilities, Op, Registration, Status
+from kvconnect.errors import ClosedError, RegistrationError
 from kvconnect.region import Region
 from kvconnect.registrations import Registrations
+from kvconnect.store_front import Catalog, StoreFront, need_distinct
 from kvconnect_nixl.s3 import catalog
 from kvconnect_nixl.s3.circuit import Circuit
 from kvconnect_nixl.s3.control import Control
@@ -36,13 +35,15 @@ _JOBS = 4
 """Batches under way at once: as many as the connector's window."""
 
 
-class S3Backend(Closing):
+class S3Backend(StoreFront[Core]):
     """A store in a bucket.
 
     Invariants: the caller's memory is touched only by copies from and to proved slots, never by
     the network, and not after `done()`; what a stalled server still holds is bounded by
     `threads` objects; a process that was forked off cannot use it.
     """
+
+    catalog: ClassVar[Catalog[Core]] = catalog
 
     def __init__(self, place: Place, options: S3Options) -> None:
         """Open; see `kvconnect_nixl.s3.open_backend` for what may be raised."""
@@ -68,16 +69,10 @@ class S3Backend(Closing):
                 )
         return self._registrations.add(regions)
 
-    def exists(self, keys: Sequence[str], nbytes: Sequence[int]) -> NDArray[np.bool_]:
-        """Tell which keys are present with exactly these sizes: (keys,) bool."""
-        self._check_open("exists")
-        return catalog.exists(self.core, keys, nbytes)
-
     def submit(self, batch: Batch) -> Job:
         """Start a batch; see `kvconnect.backend.Backend.submit`."""
         self._check_open(batch.op.value)
-        if len(set(batch.keys)) != len(batch.keys):
-            raise ConfigError(f"nixl+s3: {len(batch)} keys are not distinct; ask for each once")
+        need_distinct(self.name, batch)
         with self._registrations.lock:
             self._check_open(batch.op.value)
             self._registrations.check(batch)
@@ -87,33 +82,6 @@ class S3Backend(Closing):
             self._under_way.append(job)
             self._jobs.submit(_run, self.core, job)
         return job
-
-    def remove(self, keys: Sequence[str]) -> NDArray[np.bool_]:
-        """Remove keys; True where one was there: (keys,) bool."""
-        self._check_open("remove")
-        return catalog.remove(self.core, keys)
-
-    def list_keys(self, prefix: str = "") -> list[str]:
-        """Return the keys that begin with `prefix`, sorted."""
-        self._check_open("list_keys")
-        return catalog.list_keys(self.core, prefix)
-
-    def clear(self, prefix: str) -> int:
-        """Remove all keys that begin with `prefix`; `ConfigError` if it is empty."""
-        self._check_open("clear")
-        if not prefix:
-            raise ConfigError("nixl+s3: clear needs a prefix; an empty one would drop everything")
-        return catalog.clear(self.core, prefix)
-
-    def put_record(self, name: str, value: bytes) -> None:
-        """Store or replace a record of at most 64 KiB."""
-        self._check_open("put_record")
-        catalog.put_record(self.core, name, value)
-
-    def records(self) -> dict[str, bytes]:
-        """Return all records."""
-        self._check_open("records")
-        return catalog.records(self.core)
 
     def stats(self) -> dict[str, int | float | str]:
         """Return this process's counts and bytes; the server is not asked."""
