@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from kvconnect.errors import ConfigError
+from kvconnect.backend import Registration
+from kvconnect.errors import ConfigError, RegionTooLargeError
 from kvconnect.identity import Identity
 from kvconnect.layout import Layout
 from kvconnect.placement import Placement
@@ -40,6 +41,25 @@ def as_pool(pool: Any) -> Pool:
     from kvconnect.foreign import wrap  # noqa: PLC0415 - foreign pools only
 
     return wrap(pool)
+
+
+def register_pool(
+    register: Callable[[Sequence[Region]], Registration],
+    pool: Pool,
+    staging: StagingBuffer | None,
+    max_bytes: int | None,
+) -> Registration:
+    """Register what `registration_chunks` gives, in smaller chunks where `register` asks for it.
+
+    `max_bytes` is what is known of the limit; a card may have a lower one that nobody told us.
+    """
+    while True:
+        try:
+            return register(registration_chunks(pool, staging, max_bytes))
+        except RegionTooLargeError as error:
+            if max_bytes is not None and error.max_region_bytes >= max_bytes:
+                raise
+            max_bytes = error.max_region_bytes
 
 
 def registration_chunks(

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from kvconnect.attach import as_pool, check_identity, registration_chunks
+from kvconnect.attach import as_pool, check_identity, register_pool
 from kvconnect.backend import (
     Backend,
     Closing,
@@ -152,8 +152,7 @@ class Connector(Closing):
             staging = StagingBuffer(self.plan, self.options.staging)
         self._staging = staging
         try:
-            regions = registration_chunks(self.pool, staging, most)
-            self._registration = self.backend.register(regions)
+            self._registration = register_pool(self.backend.register, self.pool, staging, most)
         except BaseException:
             if staging:
                 staging.close()

@@ -43,6 +43,15 @@ class RegistrationError(BackendError, OSError):
     """Memory could not be registered, or a descriptor lies outside what was registered."""
 
 
+class RegionTooLargeError(RegistrationError):
+    """A region is larger than `max_region_bytes`, which can be registered at once."""
+
+    def __init__(self, message: str, max_region_bytes: int) -> None:
+        """`max_region_bytes`: what whoever knows the pages may cut it into."""
+        super().__init__(message)
+        self.max_region_bytes = max_region_bytes
+
+
 class CapacityError(BackendError, OSError):
     """There is no room: names what is asked, what is free and which option raises it."""
 

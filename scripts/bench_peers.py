@@ -255,6 +255,7 @@ def measure(name, args):
     out = {"carry 2 MiB runs": compare(name, args, size, lambda s: Carried(s, name, size))}
     for label, layout, stage, count in (
         ("page_head TP4-TP8", "page_head", "auto", tokens),
+        ("page_first TP4-TP8", "page_first", "auto", tokens),
         ("page_first TP4-TP8 packed", "page_first", "always", tokens),
         ("page_first TP4-TP8 direct", "page_first", "never", args.direct_tokens),
     ):

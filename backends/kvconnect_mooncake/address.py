@@ -8,35 +8,47 @@ from dataclasses import dataclass
 
 from kvconnect.errors import ConfigError, UnavailableError
 
-PORT, ADMIN_PORT = 50051, 9003
+PORT, ADMIN_PORT, ETCD_PORT = 50051, 9003, 2379
 CONNECT_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a master is: `text` as the library takes it; `etcd` where it finds out itself."""
+    """Where a master is: `text` as the library takes it; `etcd` where it finds out itself.
+
+    `places`: (host, port) of the master, or of every etcd.
+    """
 
     text: str
-    host: str
-    port: int
+    places: tuple[tuple[str, int], ...]
     etcd: bool
+
+    @property
+    def host(self) -> str:
+        """The first of them."""
+        return self.places[0][0]
 
     def check(self) -> None:
         """Raise `UnavailableError` unless something listens there; the library tries for 4 s."""
-        try:
-            socket.create_connection((self.host, self.port), CONNECT_SECONDS).close()
-        except OSError as error:
-            what = "etcd" if self.etcd else "mooncake_master"
-            raise UnavailableError(
-                f"mooncake: nothing answers at {self.host}:{self.port}: {error}. Start {what} "
-                f"there, or use mooncake+local:// for a master of this process's own"
-            ) from error
+        said = []
+        for place in self.places:
+            try:
+                socket.create_connection(place, CONNECT_SECONDS).close()
+            except OSError as error:
+                said.append(f"{place[0]}:{place[1]}: {error}")
+            else:
+                return
+        what = "etcd" if self.etcd else "mooncake_master"
+        raise UnavailableError(
+            f"mooncake: nothing answers at {'; '.join(said)}. Start {what} there, or use "
+            f"mooncake+local:// for a master of this process's own"
+        )
 
     def own_host(self) -> str:
         """Return this host's address on the way to the master."""
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
-                probe.connect((self.host, self.port))
+                probe.connect(self.places[0])
             except OSError as error:
                 raise UnavailableError(
                     f"mooncake: no route to {self.host}: {error}; name this host with host="
@@ -48,15 +60,18 @@ def parse_address(location: str) -> Address:
     """Parse ``host``, ``host:port`` or ``etcd://host:port[;host:port]``; `ConfigError` if not.
 
     >>> parse_address("kv-master")
-    Address(text='kv-master:50051', host='kv-master', port=50051, etcd=False)
+    Address(text='kv-master:50051', places=(('kv-master', 50051),), etcd=False)
     """
     etcd = location.startswith("etcd://")
-    first = location.removeprefix("etcd://").split(";")[0]
-    match = re.fullmatch(r"([^:/\s]+)(?::(\d{1,5}))?", first)
-    if not match or not 0 < int(match[2] or PORT) < 1 << 16:
-        raise ConfigError(
-            f"mooncake: {location!r} is no master; write host:port, or etcd://host:port"
-        )
-    port = int(match[2] or (2379 if etcd else PORT))
-    text = location if etcd else f"{match[1]}:{port}"
-    return Address(text, match[1], port, etcd)
+    several = location.removeprefix("etcd://").split(";") if etcd else [location]
+    places = []
+    for one in several:
+        match = re.fullmatch(r"([^:;/\s]+)(?::(\d{1,5}))?", one)
+        if not match or not 0 < int(match[2] or PORT) < 1 << 16:
+            raise ConfigError(
+                f"mooncake: {location!r} is no master; write host:port, or "
+                f"etcd://host:port;host:port"
+            )
+        places.append((match[1], int(match[2] or (ETCD_PORT if etcd else PORT))))
+    text = ";".join(f"{host}:{port}" for host, port in places)
+    return Address(f"etcd://{text}" if etcd else text, tuple(places), etcd)

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from kvconnect.errors import BackendError, CapacityError, ConfigError
+from kvconnect.errors import BackendError, CapabilityError, CapacityError, ConfigError
 from kvconnect_mooncake import trailer
 from kvconnect_mooncake.core import Core
 from kvconnect_mooncake.foreign import Code, words
@@ -80,7 +80,16 @@ def remove(core: Core, keys: Sequence[str]) -> NDArray[np.bool_]:
 
 def list_keys(core: Core, prefix: str) -> list[str]:
     """Return the keys that begin with `prefix`, sorted; those being written may be among them."""
+    _need_listing(core)
     return core.names.keys(core.admin.keys(), prefix)
+
+
+def _need_listing(core: Core) -> None:
+    if core.options.tenant:
+        raise CapabilityError(
+            f"mooncake: the master lists no keys of a tenant (tenant={core.options.tenant!r}); "
+            f"ask by exists, or share a master by prefix= instead"
+        )
 
 
 def clear(core: Core, prefix: str) -> int:
@@ -92,6 +101,7 @@ def clear(core: Core, prefix: str) -> int:
     pattern = core.names.pattern(prefix)
     if core.options.checksum:
         return core.ask(lambda: core.client.remove_matching(pattern, force=True))
+    _need_listing(core)
     total, until = 0, time.monotonic() + 2 * core.options.lease
     while True:
         total += core.ask(lambda: core.client.remove_matching(pattern, force=False))
@@ -126,6 +136,7 @@ def put_record(core: Core, name: str, value: bytes) -> None:
 
 def records(core: Core) -> dict[str, bytes]:
     """Return all records; one that vanishes while they are read is left out."""
+    _need_listing(core)
     out = {}
     for name in core.names.recorded(core.admin.keys()):
         value = core.ask(partial(core.client.get_bytes, core.names.record(name)))

@@ -12,16 +12,20 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from kvconnect.backend import Closable, Closing
 from kvconnect.errors import RegistrationError, UnavailableError
+from kvconnect.region import Region
 from kvconnect_mooncake.address import Address
 from kvconnect_mooncake.breakers import MASTER, Breakers
 from kvconnect_mooncake.foreign import LOST_MASTER, words
+from kvconnect_mooncake.leaving import leave
 from kvconnect_mooncake.options import MooncakeOptions
 from kvconnect_mooncake.rows import Part, starts
 
 LOCAL_BUFFER = 4 << 20
 """Bytes the library takes for calls that copy: records only."""
 SETUP_SECONDS = 30.0
+LEAVER = "kvconnect-mooncake-leave"
 NO_ANSWER = -1
 
 Rows = Sequence[Sequence[int]]
@@ -45,9 +49,12 @@ class Client:
         self._module, self._options, self.breakers = module, options, breakers
         self._closed = False
         self.host = options.host or address.own_host()
-        self._store = module.MooncakeDistributedStore()
+        self._store: Any = module.MooncakeDistributedStore()
         code = _bounded(lambda: self._store.setup(self._setup(address)))
         if code != 0:
+            # Its end asks the master once more: now, not when this error is forgotten.
+            leave(module, self._store)
+            self._store = None
             raise UnavailableError(
                 f"mooncake: {address.text} did not take {self.host} with segment="
                 f"{options.segment} B, protocol={options.protocol}: {words(code)}; look at the "
@@ -186,6 +193,11 @@ class Client:
                 f"mooncake: register_buffer({address:#x}, {nbytes} B): {words(code)}"
             )
 
+    def hold(self, region: Region) -> Closable:
+        """Register memory until what is returned is closed."""
+        self.register(region.address, region.nbytes)
+        return _Held(self, region.address)
+
     def unregister(self, address: int) -> None:
         """Unregister memory; `RegistrationError` with the library's code."""
         if self._closed:
@@ -194,10 +206,21 @@ class Client:
         if code != 0:
             raise RegistrationError(f"mooncake: unregister_buffer({address:#x}): {words(code)}")
 
-    def close(self) -> None:
-        """Leave the store; its segment is lost."""
+    def close(self) -> bool:
+        """Leave the store; its segment is lost.
+
+        False where the library is still about it after `close_timeout`, in a thread of its own.
+        """
         self._closed = True
-        self._store.close()
+        # The thread has the last reference: with an SSD the library ends only with its object.
+        store, self._store = self._store, None
+        leaver = threading.Thread(
+            target=leave, args=(self._module, store), name=LEAVER, daemon=True
+        )
+        del store
+        leaver.start()
+        leaver.join(self._options.close_timeout)
+        return not leaver.is_alive()
 
     def call(self, name: str, count: int, *arguments: Any) -> list[int]:
         """Call a method that answers for `count` keys (0: with one number).
@@ -220,6 +243,19 @@ class Client:
         return codes
 
 
+class _Held(Closing):
+    """Memory registered with the library."""
+
+    def __init__(self, client: Client, address: int) -> None:
+        self._client: Client | None = client
+        self._address = address
+
+    def close(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            client.unregister(self._address)
+
+
 def _numbers(answer: Any, count: int) -> list[int]:
     try:
         codes = [int(one) for one in answer]
@@ -229,7 +265,10 @@ def _numbers(answer: Any, count: int) -> list[int]:
 
 
 def _bounded(setup: Any) -> int:
-    """Run `setup` in a thread; `UnavailableError` if it takes too long."""
+    """Run `setup` in a thread; `UnavailableError` if it takes too long.
+
+    The library keeps the interpreter's lock meanwhile: 2 s where the master does not answer.
+    """
     result: Future[int] = Future()
     thread = threading.Thread(target=lambda: result.set_result(setup()), daemon=True)
     thread.start()

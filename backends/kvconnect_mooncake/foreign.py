@@ -23,6 +23,8 @@ class Code(enum.IntEnum):
     CHECKSUM = -801
     RPC_FAILED = -900
     RPC_TIMEOUT = -901
+    NO_OFFLOAD = -1300
+    QUOTA = -1700
     NO_TENANT = -1701
 
 
@@ -40,10 +42,13 @@ _WORDS = {
     Code.CHECKSUM: "Mooncake's own checksum does not agree",
     Code.RPC_FAILED: "the master cannot be reached",
     Code.RPC_TIMEOUT: "the master does not answer",
+    Code.NO_OFFLOAD: "ssd= is given, and the master runs without --enable_offload=true",
+    Code.QUOTA: "the tenant's quota is used up",
     Code.NO_TENANT: "the master does not know the tenant",
 }
 _STATUS = {
     Code.NO_SPACE: Status.NO_SPACE,
+    Code.QUOTA: Status.NO_SPACE,
     Code.ABSENT: Status.ABSENT,
     Code.NOT_READY: Status.ABSENT,
     Code.LEASE_EXPIRED: Status.LEASE_EXPIRED,

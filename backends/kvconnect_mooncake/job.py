@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvconnect.backend import Batch, Outcome, Status
-from kvconnect.transfers import BatchTransfer
+from kvconnect.backend import Batch, Outcome
+from kvconnect.transfers import TimedTransfer
 
 CHUNK_BYTES = 64 << 20
 """Payload of one call at most, if it is more than one object: hashing one chunk overlaps with
@@ -53,14 +52,12 @@ class Chunk:
                 self.job.settle(index, status, cause, dirty=dirty)
 
 
-class Job(BatchTransfer):
+class Job(TimedTransfer):
     """A transfer that ends twice: `wait` returns when it is answered, `done` when it is quiet."""
 
     def __init__(self, batch: Batch, seconds: float) -> None:
         """`seconds`: how long it may take."""
         super().__init__(batch, seconds)
-        self.until = time.monotonic() + seconds
-        self._known = np.zeros(len(batch), dtype=np.bool_)
         self._answered = threading.Event()
         self._moving = self._leased = 0
         self._count = threading.Lock()
@@ -88,21 +85,9 @@ class Job(BatchTransfer):
         if last:
             self._answered.set()
 
-    def stop_reason(self) -> Status | None:
-        """Return why to stop, or None to go on."""
-        # Time first: a caller that was told TIMEOUT is not to find the object later.
-        if time.monotonic() > self.until:
-            return Status.TIMEOUT
-        return Status.CANCELLED if self.cancelled else None
-
-    def settle(self, index: int, status: int, cause: str = "", *, dirty: bool = False) -> None:
-        """Fix the status of one key."""
-        super().settle(index, status, cause, dirty=dirty)
-        self._known[index] = True
-
     def is_settled(self, index: int) -> bool:
         """Tell whether a key has its status."""
-        return bool(self._known[index])
+        return bool(self._settled[index])
 
     def wait(self, timeout: float | None = None) -> Outcome:
         """Wait until every key has its status, at most `timeout` seconds."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from kvconnect_mooncake import library, transport
 from kvconnect_mooncake.address import parse_address
 from kvconnect_mooncake.admin import parse_admin
@@ -15,6 +17,8 @@ from kvconnect_mooncake.quiet import Keeper, rule_of
 from kvconnect_mooncake.slots import SlotPool
 from kvconnect_mooncake.workers import Workers
 
+log = logging.getLogger("kvconnect.mooncake")
+
 ASKERS = 4
 
 
@@ -25,6 +29,8 @@ def open_core(location: str, options: MooncakeOptions) -> Core:
     transport.check_cards(options.protocol, allow_fallback=options.allow_fallback)
     module = library.load(options.protocol)
     address.check()
+    if options.tenant:
+        admin.check_tenant(options.tenant)
     breakers = Breakers(options.breaker)
     client = Client(module, address, options, breakers)
     try:
@@ -51,13 +57,19 @@ def open_core(location: str, options: MooncakeOptions) -> Core:
     )
 
 
-def close_core(core: Core, timeout: float) -> bool:
-    """Stop the threads and leave the store; False, with the store still open, if a call hangs.
-
-    The library is not closed under a call: that would end the process.
-    """
+def stop_core(core: Core, timeout: float) -> bool:
+    """Stop the threads; False if one hangs in the library, which must not be left under it."""
     if not core.movers.stop(timeout) or not core.askers.stop(timeout):
         return False
     core.keeper.stop()
-    core.client.close()
     return True
+
+
+def leave_core(core: Core) -> None:
+    """Leave the store; if the library takes longer than `close_timeout`, that is logged."""
+    if not core.client.close():
+        log.warning(
+            "mooncake: the library is still leaving the store after close_timeout=%g s; it ends by "
+            "itself (within 30 s where it watches etcd), and its segment with it",
+            core.options.close_timeout,
+        )

@@ -25,9 +25,10 @@ class MooncakeOptions:
     `segment`: memory this process gives to the store; `prefix`: goes before every key, so that
     stores can share a master; `lease`: the master's ``default_kv_lease_ttl``, which it must
     match; `entries`: runs inside the library at once; `side`: buffer of the trailers;
-    `breaker`: how long what failed is left alone; `admin`: the master's HTTP ``host:port``, for
-    listing; `max_region_bytes`: most that one registration may have; `soft_pin`: how long
-    stored objects resist eviction; `group`: ``page`` evicts the objects of a page together.
+    `breaker`: how long what failed is left alone; `admin`: HTTP ``host:port;host:port`` of all
+    masters, for listing; `max_region_bytes`: most that one registration may have, found out where
+    it is not given; `soft_pin`: how long stored objects resist eviction; `group`: ``page`` evicts
+    the objects of a page together; `close_timeout`: how long closing waits for the library.
     """
 
     protocol: Literal["tcp", "rdma"] = "tcp"
@@ -47,6 +48,7 @@ class MooncakeOptions:
     side: Bytes = 256 << 10
     breaker: float = 10.0
     space_wait: float = 2.0
+    close_timeout: float = 5.0
     min_run_bytes: Bytes | None = None
     max_region_bytes: Bytes | None = None
     admin: str | None = None
@@ -57,7 +59,7 @@ class MooncakeOptions:
 
     def __post_init__(self) -> None:
         """Refuse numbers that no store can have; `ConfigError` names the option."""
-        for name in ("lease", "timeout", "rpc_timeout", "breaker"):
+        for name in ("lease", "timeout", "rpc_timeout", "breaker", "close_timeout"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(
                     f"mooncake: {name}={getattr(self, name)} s; it must be above 0 and finite"
@@ -83,6 +85,11 @@ class MooncakeOptions:
             )
         if self.ssd is not None and not self.ssd.startswith("/"):
             raise ConfigError(f"mooncake: ssd={self.ssd!r} must be an absolute directory")
+        if self.ssd is not None and not self.segment:
+            raise ConfigError(
+                f"mooncake: ssd={self.ssd!r} keeps what leaves this process's segment, and "
+                f"segment=0; give both where the memory is"
+            )
         if not 0 <= self.space_wait < math.inf:
             raise ConfigError(f"mooncake: space_wait={self.space_wait} s; it must be finite")
 
@@ -106,7 +113,7 @@ def parse(options: Mapping[str, str]) -> MooncakeOptions:
 
 def parse_local(options: Mapping[str, str]) -> MooncakeOptions:
     """Parse the options of a store with a master of its own, which needs a segment."""
-    parsed = parse(options)
+    parsed = parse({"segment": str(LOCAL_SEGMENT), **options})
     for name in ("admin", "tenant"):
         if getattr(parsed, name):
             raise ConfigError(f"mooncake+local: {name}= is for a master that others started")

@@ -27,10 +27,10 @@ from kvconnect.disagg.grants import (
     table_of,
 )
 from kvconnect.disagg.network import NetworkTransport
-from kvconnect.disagg.registering import Memory
 from kvconnect.disagg.transport import Peer, PeerCapabilities, PeerTransport
 from kvconnect.errors import ConfigError, RegistrationError, UnavailableError
 from kvconnect.region import Region
+from kvconnect.registering import Memory
 from kvconnect_mooncake.library import PROGRESS_SECONDS, load, setting
 from kvconnect_mooncake.peers_driver import Header, TransferDriver
 from kvconnect_mooncake.transport import check_cards, check_in_use, in_use

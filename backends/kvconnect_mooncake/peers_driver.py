@@ -7,6 +7,7 @@ said of it is final.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import time
 from collections import deque
@@ -23,6 +24,8 @@ PIECE_BYTES = 2 << 20
 """Longer runs are cut, so that the lanes of the engine share them and a cancel is prompt."""
 _RUNNING, _DONE, _TIMED_OUT = 0, 1, -2
 _POLL_SECONDS = 2e-4
+_CONNECTIONS = 16
+"""More than the library keeps open to one peer (4, unless MC_TCP_LANES_PER_PEER says more)."""
 
 _SLOT = 16
 _HEADER_BYTES = 4096
@@ -80,10 +83,7 @@ class TransferDriver:
         """Read the generation that is there now; `UnavailableError` unless it is the peer's."""
         slot = self._header.take()
         try:
-            ticket = self.post((Way.PULL, slot, self._at, _SLOT))
-            # The lane's own thread: the engine ends this by its progress time-out.
-            while (said := self.poll(ticket)) is None:
-                time.sleep(_POLL_SECONDS)
+            said = self._ended(self.post((Way.PULL, slot, self._at, _SLOT)))
         finally:
             found = self._header.give(slot)
         if said:
@@ -121,6 +121,29 @@ class TransferDriver:
             return ""
         return f"an entry to or from {self._session} failed ({code})"
 
-    def close(self) -> None:
+    def _ended(self, ticket: int) -> str:
+        # The lane's own thread: the engine ends this by its progress time-out.
+        while (said := self.poll(ticket)) is None:
+            time.sleep(_POLL_SECONDS)
+        return said
+
+    def close(self, *, gone: bool) -> None:
         """Let go of the engine, which ends when all have."""
+        if gone:
+            self._hang_up()
         self._engine = None
+
+    def _hang_up(self) -> None:
+        """Have the engine close its connections to a process that has ended.
+
+        It looks at one only when it uses it, and would keep those of every start of every peer.
+        """
+        with contextlib.suppress(BackendError):
+            slot, tickets = self._header.take(), list[int]()
+            try:
+                for _ in range(_CONNECTIONS):
+                    tickets.append(self.post((Way.PULL, slot, self._at, _SLOT)))
+            finally:
+                for ticket in tickets:
+                    self._ended(ticket)
+                self._header.give(slot)

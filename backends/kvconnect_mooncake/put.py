@@ -121,6 +121,7 @@ class _Put:
             give_up(self.core, [chunk.names[at] for at in stale])
         limits: dict[int, float] = {
             Code.NO_SPACE: self.space_until,
+            Code.QUOTA: self.space_until,
             Code.REFUSED: self.busy_until,
         }
         for code, some in by_code.items():
@@ -253,7 +254,8 @@ class _Put:
             # Without trailers nothing proves what is there, and looking would lease it again.
             found = core.client.find([chunk.names[at] for at in taken])
             there = [at for at in taken if chunk.names[at] in found]
-            same = self._same(there, lambda at: found[chunk.names[at]].nbytes)
+            same, unread = self._same(there, lambda at: found[chunk.names[at]].nbytes)
+            there = [at for at in there if at not in unread]
         for at in same:
             chunk.settle(at, Status.OK)
             core.count("put.same")
@@ -261,9 +263,12 @@ class _Put:
         again = [at for at in taken if at not in same]
         return self._unless_late(again, "leased to readers, or another writer has it open")
 
-    def _same(self, there: list[int], nbytes: Callable[[int], int]) -> set[int]:
-        """Return the objects whose trailer says that they are the ones to store."""
-        same = set()
+    def _same(self, there: list[int], nbytes: Callable[[int], int]) -> tuple[set[int], set[int]]:
+        """Return the objects whose trailer says that they are the ones to store.
+
+        And those whose trailer cannot be read now: nothing says that they may be replaced.
+        """
+        same, unread = set(), set()
         for tail in (trailer.PLAIN, trailer.EXPIRING):
             fits = [at for at in there if nbytes(at) == self.chunk.nbytes[at] + tail]
             told = read_trailers(
@@ -276,7 +281,9 @@ class _Put:
             for at, one in zip(fits, told, strict=True):
                 if isinstance(one, Trailer) and one.serves(self.sealed[at]):
                     same.add(at)
-        return same
+                elif isinstance(one, Status) and one not in {Status.CHECKSUM, Status.IDENTITY}:
+                    unread.add(at)
+        return same, unread
 
     def _replace(self, other: list[int]) -> None:
         """Remove objects with other bytes, so that the next round stores ours."""

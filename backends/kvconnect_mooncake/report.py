@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvconnect.registering import Memory
 from kvconnect_mooncake import transport
 from kvconnect_mooncake.core import Core
 from kvconnect_mooncake.job import Job
-from kvconnect_mooncake.memory import Memory
 from kvconnect_mooncake.trailer import SLOT
 
 

@@ -10,36 +10,37 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from typing import ClassVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from kvconnect.backend import Backend, Batch, Capabilities, Closing, Op, Registration
+from kvconnect.backend import Backend, Batch, Capabilities, Op, Registration
 from kvconnect.errors import (
-    BackendError,
     CapabilityError,
     ClosedError,
-    ConfigError,
     TransferTimeoutError,
 )
 from kvconnect.region import Region
+from kvconnect.registering import Memory
 from kvconnect.registrations import Registrations
+from kvconnect.store_front import Catalog, StoreFront, need_distinct
 from kvconnect_mooncake import catalog, moving, report
+from kvconnect_mooncake.core import Core
 from kvconnect_mooncake.job import Chunk, Job, cut
 from kvconnect_mooncake.master import MasterProcess
-from kvconnect_mooncake.memory import Memory
-from kvconnect_mooncake.opening import close_core, open_core
+from kvconnect_mooncake.opening import leave_core, open_core, stop_core
 from kvconnect_mooncake.options import MAX_ENTRIES, MooncakeOptions, parse, parse_local
 
 log = logging.getLogger("kvconnect.mooncake")
 
 
-class MooncakeBackend(Closing):
+class MooncakeBackend(StoreFront[Core]):
     """A client of one Mooncake Store, and of its own master if it was opened so.
 
     Invariants: nothing moves from or to memory that is not registered; memory is leased until
     the library is quiet, not only until it has returned; after `close` nothing is touched.
     """
+
+    catalog: ClassVar[Catalog[Core]] = catalog
 
     def __init__(
         self, location: str, options: MooncakeOptions, master: MasterProcess | None = None
@@ -47,7 +48,7 @@ class MooncakeBackend(Closing):
         """Connect; see `kvconnect_mooncake.open_backend` for what may be raised."""
         self.name = "mooncake"
         self.location, self.options = location, options
-        self.capabilities = Capabilities(
+        self._capabilities = Capabilities(
             max_runs_per_object=MAX_ENTRIES - 1,
             min_run_bytes=options.smallest_run,
             max_region_bytes=options.max_region_bytes,
@@ -60,25 +61,27 @@ class MooncakeBackend(Closing):
         table = Registrations(self.name, lambda: self._under_way, options.timeout)
         self._table = table
         self.core = open_core(location, options)
-        client = self.core.client
-        self._memory = Memory(table, client.register, client.unregister, options.max_region_bytes)
+        hold = self.core.client.hold
+        self._memory = Memory(self.name, table, hold, options.max_region_bytes)
         log.info("mooncake: %r", self)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it can take; a limit on regions is learnt when the library refuses one."""
+        if self._capabilities.max_region_bytes != self._memory.most:
+            limit = self._memory.most
+            self._capabilities = replace(self._capabilities, max_region_bytes=limit)
+        return self._capabilities
 
     def register(self, regions: Sequence[Region]) -> Registration:
         """Register host memory; see `kvconnect.backend.Backend.register`."""
         self._check_open("register")
         return self._memory.add(regions)
 
-    def exists(self, keys: Sequence[str], nbytes: Sequence[int]) -> NDArray[np.bool_]:
-        """Tell which keys are present with exactly these sizes: (keys,) bool."""
-        self._check_open("exists")
-        return catalog.exists(self.core, keys, nbytes)
-
     def submit(self, batch: Batch) -> Job:
         """Start a batch; see `kvconnect.backend.Backend.submit`."""
         self._check_open(batch.op.value)
-        if len(set(batch.keys)) != len(batch.keys):
-            raise ConfigError(f"mooncake: {len(batch)} keys are not distinct; ask for each once")
+        need_distinct(self.name, batch)
         if batch.op is Op.STORE and batch.ttl is not None and not self.options.checksum:
             raise CapabilityError(
                 "mooncake: ttl= is kept in the trailer, which checksum=false leaves out"
@@ -100,33 +103,6 @@ class MooncakeBackend(Closing):
         # Not a bound method: a thread that holds the backend would keep it from being collected.
         core = self.core
         core.movers.submit(lambda: moving.run(core, chunk))
-
-    def remove(self, keys: Sequence[str]) -> NDArray[np.bool_]:
-        """Remove keys; True where one was there: (keys,) bool."""
-        self._check_open("remove")
-        return catalog.remove(self.core, keys)
-
-    def list_keys(self, prefix: str = "") -> list[str]:
-        """Return the keys that begin with `prefix`, sorted."""
-        self._check_open("list_keys")
-        return catalog.list_keys(self.core, prefix)
-
-    def clear(self, prefix: str) -> int:
-        """Remove all keys that begin with `prefix`; `ConfigError` if it is empty."""
-        self._check_open("clear")
-        if not prefix:
-            raise ConfigError("mooncake: clear needs a prefix; an empty one would drop everything")
-        return catalog.clear(self.core, prefix)
-
-    def put_record(self, name: str, value: bytes) -> None:
-        """Store or replace a record of at most 64 KiB."""
-        self._check_open("put_record")
-        catalog.put_record(self.core, name, value)
-
-    def records(self) -> dict[str, bytes]:
-        """Return all records."""
-        self._check_open("records")
-        return catalog.records(self.core)
 
     def stats(self) -> dict[str, int | float | str]:
         """Return sizes in bytes, counts and states of this client."""
@@ -152,10 +128,13 @@ class MooncakeBackend(Closing):
                 return
             if self._master is not None:
                 stack.callback(self._master.close)
-            if not close_core(self.core, self.options.timeout):
+            if not stop_core(self.core, self.options.timeout):
                 raise TransferTimeoutError(
                     f"mooncake: a call of the library did not return in {self.options.timeout} s"
                 )
+            # First, so that nothing of the caller's is held by what leaving may leave behind.
+            self._memory.close()
+            leave_core(self.core)
             self._released = True
 
     def _check_open(self, operation: str) -> None:
@@ -178,7 +157,7 @@ def open_own(location: str, options: Mapping[str, str]) -> MooncakeBackend:
     master = MasterProcess(location or None, lease=parsed.lease, ssd=parsed.ssd is not None)
     try:
         return MooncakeBackend(master.address, master.known_to(parsed), master)
-    except BackendError:
+    except BaseException:
         master.close()
         raise
 

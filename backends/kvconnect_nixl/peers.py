@@ -23,10 +23,10 @@ from kvconnect.disagg.grants import (
 )
 from kvconnect.disagg.lane import cut
 from kvconnect.disagg.network import NetworkTransport
-from kvconnect.disagg.registering import Memory
 from kvconnect.disagg.transport import Peer, PeerCapabilities, PeerTransport, Runs, Way
 from kvconnect.errors import BackendError, ConfigError
 from kvconnect.region import Region
+from kvconnect.registering import Memory
 from kvconnect_nixl.held import Held
 from kvconnect_nixl.peers_agent import UCX, Moving, PeerAgent, Verb
 from kvconnect_nixl.rows import U64, plain
@@ -147,7 +147,7 @@ class UcxDriver:
 
     def verify(self) -> None:
         """Meet the other agent, anew after a failure: a connection that broke stays broken."""
-        self.close()
+        self._part()
         self._agent.meet(self._peer, self._metadata)
         self._met = True
 
@@ -175,8 +175,11 @@ class UcxDriver:
         """Ask NIXL how it stands."""
         return ticket.poll()
 
-    def close(self) -> None:
+    def close(self, *, gone: bool) -> None:  # noqa: ARG002 - it is forgotten in both cases
         """Forget the other agent."""
+        self._part()
+
+    def _part(self) -> None:
         if self._met:
             self._met = False
             self._agent.part(self._peer)

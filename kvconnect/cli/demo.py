@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-import tempfile
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from kvconnect.cli.model_options import (
+    Dtype,
+    HeadDim,
+    Layers,
+    Text,
+    Tokens,
+    VHeadDim,
+    scratch_of,
+)
+
 
 def demo(
-    text: Annotated[
-        Path | None, typer.Option(help="Text to prefill; the README by default.")
-    ] = None,
+    text: Text = None,
     layout: Annotated[str, typer.Option(help="Host pool layout of both sides.")] = "page_head",
     tp_write: Annotated[int, typer.Option(min=1, help="Ranks of the writing process.")] = 4,
     tp_read: Annotated[int, typer.Option(min=1, help="Ranks of the reading process.")] = 2,
-    head_dim: Annotated[int, typer.Option(min=2, help="Width of a K head; even.")] = 32,
-    v_head_dim: Annotated[
-        int | None, typer.Option(min=1, help="Width of a V head; as K by default.")
-    ] = None,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 4,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32 KV.")] = "bfloat16",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode.")] = 48,
+    head_dim: HeadDim = 32,
+    v_head_dim: VHeadDim = None,
+    layers: Layers = 4,
+    dtype: Dtype = "bfloat16",
+    tokens: Tokens = 48,
     page_size: Annotated[int, typer.Option(min=1, help="Tokens in a page.")] = 16,
     limit: Annotated[int, typer.Option(min=2, help="Most bytes of the text to use.")] = 8192,
     directory: Annotated[
@@ -42,15 +46,11 @@ def demo(
     Exit code 1 if the tokens, or any byte, differ from a run without the store.
     """
     from kvconnect.cli.demo_job import Job  # noqa: PLC0415 - only when the command runs
-    from kvconnect.cli.demo_run import default_text, run  # noqa: PLC0415
+    from kvconnect.cli.demo_run import run  # noqa: PLC0415
 
-    with ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvconnect-demo-")))
-        if text is None:
-            text = scratch / "README.md"
-            text.write_text(default_text(), encoding="utf-8")
+    with scratch_of(text) as (scratch, text_file):
         job = Job(
-            text_file=str(text),
+            text_file=str(text_file),
             limit=limit,
             layout=layout,
             page_size=page_size,

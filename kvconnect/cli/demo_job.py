@@ -2,49 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 
-from kvconnect.cli.model_config import Config, prefix_length
+from kvconnect.cli.model_config import prefix_length
+from kvconnect.cli.model_job import ModelJob
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """One demo: model and cache sizes, the TP sizes of both sides, and the store."""
+class Job(ModelJob, frozen=True, kw_only=True):
+    """One demo: model and prompt, the cache's shape, the TP sizes of both sides, and the store."""
 
     url: str = ""
-    text_file: str
-    limit: int
-    """Most prompt tokens taken from the text."""
     layout: str
     page_size: int
-    layers: int
-    head_dim: int
-    v_head_dim: int
-    dtype: str
     tp_write: int
     tp_read: int
-    new_tokens: int
     tamper: str = ""
-    seed: int = 0
     chunk_pages: int = 8
-    threads: int = 1
-    """The same in both processes: how a sum is cut among threads may change its last bit. One,
-    because torch's threads wait for each other by spinning, which a busy machine makes slow."""
-
-    def config(self) -> Config:
-        """Return the model's sizes."""
-        return Config(
-            layers=self.layers,
-            head_dim=self.head_dim,
-            v_head_dim=self.v_head_dim,
-            dtype=self.dtype,
-        )
-
-    def prompt(self) -> list[int]:
-        """Read the prompt: the first `limit` bytes of the text."""
-        with Path(self.text_file).open("rb") as file:
-            return list(file.read(self.limit))
 
     def pages(self, tokens: int) -> int:
         """Return the whole pages of a prompt that a cache can serve."""

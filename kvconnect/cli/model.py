@@ -62,10 +62,14 @@ class KVCache:
 
 
 class Decoder:
-    """The model: the same `config` and `seed` give the same weights everywhere."""
+    """The model: the same `config` and `seed` give the same weights everywhere.
+
+    Its caches hold `held` of the KV heads, and layers from `first_layer` on: all, unless a
+    subclass holds a part and joins it with those of others.
+    """
 
     def __init__(self, config: Config, seed: int = 0) -> None:
-        self.config = config
+        self.config, self.first_layer, self.held = config, 0, slice(0, config.kv_heads)
         self._generator = torch.Generator().manual_seed(seed)
         c = config
         self.embedding = self._normal(VOCAB, c.d_model, scale=1.0)
@@ -105,35 +109,44 @@ class Decoder:
         """Append `tokens` to the cache and return the logits after the last: (VOCAB,) float32."""
         if not tokens:
             raise ConfigError("no tokens to compute: leave at least one out of the prefix")
-        start, stop = cache.length, cache.length + len(tokens)
+        stop = cache.length + len(tokens)
         if stop > cache.k.shape[1]:
             raise ConfigError(f"{stop} tokens do not fit a cache of {cache.k.shape[1]}")
         x = self.embedding[torch.tensor(tokens)]
-        turn = _rotation(start, stop, self.config)
-        for number, block in enumerate(self.blocks):
-            x = x + self._attend(_norm(x), block, cache, number, turn)
-            y = _norm(x)
-            x = x + (functional.silu(y @ block["gate"]) * (y @ block["up"])) @ block["down"]
+        for number in range(len(self.blocks)):
+            x = self.layer(x, number, cache)
         cache.length = stop
+        return self.logits(x)
+
+    def layer(self, x: Tensor, number: int, cache: KVCache) -> Tensor:
+        """Return the output of one layer for tokens from `cache.length` on, kept in the cache."""
+        block = self.blocks[number]
+        x = x + self._attend(_norm(x), block, cache, number)
+        y = _norm(x)
+        return x + (functional.silu(y @ block["gate"]) * (y @ block["up"])) @ block["down"]
+
+    @torch.inference_mode()
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the logits after the last token of a chunk."""
         return _norm(x[-1:])[0] @ self.head
 
-    def _attend(
-        self,
-        x: Tensor,
-        block: dict[str, Tensor],
-        cache: KVCache,
-        layer: int,
-        turn: tuple[Tensor, Tensor],
-    ) -> Tensor:
+    def join(self, own: Tensor) -> Tensor:
+        """Return the attention of all heads, given that of the heads held here."""
+        return own
+
+    def _attend(self, x: Tensor, block: dict[str, Tensor], cache: KVCache, layer: int) -> Tensor:
         c, count, start = self.config, len(x), cache.length
-        stop = start + count
+        stop, row, held, group = start + count, layer - self.first_layer, self.held, c.group
+        turn = _rotation(start, stop, c)
         q = _rotate((x @ block["q"]).view(count, c.heads, c.head_dim), turn)
         k = _rotate((x @ block["k"]).view(count, c.kv_heads, c.head_dim), turn)
-        cache.k[layer, start:stop] = k
-        cache.v[layer, start:stop] = (x @ block["v"]).view(count, c.kv_heads, c.v_head_dim)
-        keys = cache.k[layer, :stop].float().transpose(0, 1)
-        values = cache.v[layer, :stop].float().transpose(0, 1)
-        return _attention(q, keys, values, start).reshape(count, -1) @ block["o"]
+        v = (x @ block["v"]).view(count, c.kv_heads, c.v_head_dim)
+        cache.k[row, start:stop] = k[:, held]
+        cache.v[row, start:stop] = v[:, held]
+        keys = cache.k[row, :stop].float().transpose(0, 1)
+        values = cache.v[row, :stop].float().transpose(0, 1)
+        own = _attention(q[:, held.start * group : held.stop * group], keys, values, start)
+        return self.join(own).reshape(count, -1) @ block["o"]
 
 
 def _attention(q: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:

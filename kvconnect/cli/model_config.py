@@ -38,6 +38,11 @@ class Config:
         if self.dtype not in {"bfloat16", "float16", "float32"}:
             raise ConfigError(f"dtype={self.dtype!r} is not bfloat16, float16 or float32")
 
+    @property
+    def group(self) -> int:
+        """Query heads that read one KV head."""
+        return self.heads // self.kv_heads
+
 
 def prefix_length(tokens: int, page_size: int) -> int:
     """Return how many tokens of a prompt can come from whole pages, leaving one to compute.

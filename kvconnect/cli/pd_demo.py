@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import tempfile
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from kvconnect.cli.model_options import (
+    Dtype,
+    HeadDim,
+    Layers,
+    Text,
+    Tokens,
+    VHeadDim,
+    scratch_of,
+)
+
 
 def pd_demo(
-    text: Annotated[
-        Path | None, typer.Option(help="Text to prefill; the README by default.")
-    ] = None,
+    text: Text = None,
     prefill_tp: Annotated[int, typer.Option(min=1, help="TP size of the prefill side.")] = 2,
     decode_tp: Annotated[int, typer.Option(min=1, help="TP size of the decode side.")] = 4,
     pp_prefill: Annotated[int, typer.Option(min=1, help="PP size of the prefill side.")] = 1,
@@ -21,19 +26,20 @@ def pd_demo(
     layout_decode: Annotated[str, typer.Option(help="Pool layout there.")] = "page_head",
     page_size_prefill: Annotated[int, typer.Option(min=1, help="Tokens in a page.")] = 16,
     page_size_decode: Annotated[int, typer.Option(min=1, help="Tokens in a page.")] = 16,
-    head_dim: Annotated[int, typer.Option(min=2, help="Width of a K head; even.")] = 32,
-    v_head_dim: Annotated[
-        int | None, typer.Option(min=1, help="Width of a V head; as K by default.")
-    ] = None,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 4,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32 KV.")] = "bfloat16",
+    head_dim: HeadDim = 32,
+    v_head_dim: VHeadDim = None,
+    layers: Layers = 4,
+    dtype: Dtype = "bfloat16",
     transport: Annotated[str, typer.Option(help="shm, mooncake or nixl.")] = "shm",
     stage: Annotated[
         str, typer.Option(help="Send packed: auto (what is computed to be faster), always, never.")
     ] = "auto",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode.")] = 48,
+    tokens: Tokens = 48,
     limit: Annotated[int, typer.Option(min=1, help="Most bytes of the text to use.")] = 4096,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for the whole run.")] = 60,
+    bootstrap: Annotated[
+        bool, typer.Option("--bootstrap", help="Find ranks by a directory, not by addresses.")
+    ] = False,
     tamper: Annotated[
         bool, typer.Option("--tamper", help="Change one received value, to see it noticed.")
     ] = False,
@@ -43,18 +49,13 @@ def pd_demo(
     Every rank is a process. Exit code 1 if the tokens, or any byte of K and V, differ from
     those of one process doing both.
     """
-    from kvconnect.cli.demo_run import default_text  # noqa: PLC0415 - only when the command runs
-    from kvconnect.cli.pd_demo_job import job_of  # noqa: PLC0415
+    from kvconnect.cli.pd_demo_job import job_of  # noqa: PLC0415 - only when the command runs
     from kvconnect.cli.pd_demo_run import run  # noqa: PLC0415
 
-    with ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvconnect-pd-")))
-        if text is None:
-            text = scratch / "README.md"
-            text.write_text(default_text(), encoding="utf-8")
+    with scratch_of(text) as (scratch, text_file):
         job = job_of(
             scratch=str(scratch),
-            text_file=str(text),
+            text_file=str(text_file),
             limit=limit,
             layout_prefill=layout_prefill,
             layout_decode=layout_decode,
@@ -73,5 +74,5 @@ def pd_demo(
             timeout=timeout,
             tamper=tamper,
         )
-        code = run(job)
+        code = run(job, bootstrap=bootstrap)
     raise typer.Exit(code)

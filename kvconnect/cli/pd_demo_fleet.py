@@ -44,7 +44,7 @@ class Fleet(Closing):
 
     def __init__(self, job: Job, until: float) -> None:
         """Start none yet. No wait goes on after `until` (monotonic seconds)."""
-        self._job, self.until = job, until
+        self.job, self.until = job, until
         self._ranks: dict[str, _Rank] = {}
 
     def start(self, name: str) -> None:
@@ -54,13 +54,13 @@ class Fleet(Closing):
         if pid == 0:
             # A rank that held another's pipe would keep it from seeing that the parent is gone.
             ends = [end for rank in self._ranks.values() for end in (rank.stdin, rank.stdout)]
-            _be(self._job, name, child_in, child_out, self._words(name), [stdin, stdout, *ends])
+            _be(self.job, name, child_in, child_out, self._words(name), [stdin, stdout, *ends])
         os.close(child_in)
         os.close(child_out)
         self._ranks[name] = _Rank(pid, stdin, stdout)
 
     def _words(self, name: str) -> Path:
-        return Path(self._job.scratch) / f"{name}.log"
+        return Path(self.job.scratch) / f"{name}.log"
 
     def tell(self, name: str, order: Order) -> None:
         """Give a rank an order; one that has ended is noticed when its events are read."""
@@ -81,7 +81,7 @@ class Fleet(Closing):
             if not ready:
                 raise TransferTimeoutError(
                     f"{', '.join(sorted(running.values()))} did not end in "
-                    f"{self._job.timeout:g} s; a busy machine may need a higher --timeout or a "
+                    f"{self.job.timeout:g} s; a busy machine may need a higher --timeout or a "
                     f"lower --limit"
                 )
             for end in ready:

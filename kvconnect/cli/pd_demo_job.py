@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from kvconnect.cli.model_config import Config, chunk_bounds
+from kvconnect.cli.model_config import chunk_bounds
+from kvconnect.cli.model_job import ModelJob
 from kvconnect.errors import ConfigError
 from kvconnect.placement import Placement, Span
 
 CHUNK_TOKENS = 128
+KEYS, TOKEN = "keys", "token"
+"""Files in the run's directory: the fleet's key pair, and what the directory asks for."""
 
 Role = Literal["prefill", "decode"]
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """One run: model and cache sizes, and the shapes of both sides."""
+class Job(ModelJob, frozen=True, kw_only=True):
+    """One run: model and prompt, and the shapes of both sides."""
 
     scratch: str
     """A directory of this run: keys, and where the ranks of a side find each other."""
-    text_file: str
-    limit: int
     layout_prefill: str
     layout_decode: str
     page_size_prefill: int
@@ -31,33 +31,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     prefill_tp: int
     decode_tp: int
     pp_prefill: int
-    layers: int
-    head_dim: int
-    v_head_dim: int
-    dtype: str
     transport: str
     stage: Literal["auto", "always", "never"]
-    new_tokens: int
     timeout: float
     """Seconds for the whole run; every wait of every process ends before."""
     tamper: bool = False
-    seed: int = 0
-    threads: int = 1
-    """The same in all processes: how a sum is cut among threads may change its last bit."""
-
-    def config(self) -> Config:
-        """Return the model's sizes."""
-        return Config(
-            layers=self.layers,
-            head_dim=self.head_dim,
-            v_head_dim=self.v_head_dim,
-            dtype=self.dtype,
-        )
-
-    def prompt(self) -> list[int]:
-        """Read the prompt: the first `limit` bytes of the text."""
-        with Path(self.text_file).open("rb") as file:
-            return list(file.read(self.limit))
+    directory: str = ""
+    """URL of the directory where decode ranks find prefill ranks; "": they are told addresses."""
 
     def bounds(self, tokens: int) -> list[int]:
         """Return where prefill chunks begin and end; the same on all sides."""
@@ -109,7 +89,7 @@ def job_of(**values: Any) -> Job:
 
 
 class Listening(msgspec.Struct, frozen=True, tag=True):
-    """A prefill rank can be found."""
+    """A prefill rank, or the directory, can be found."""
 
     address: str
 

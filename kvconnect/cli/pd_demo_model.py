@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from kvconnect.cli.model import Decoder, KVCache, _attention, _norm, _rotate, _rotation
+from kvconnect.cli.model import Decoder, KVCache
 from kvconnect.cli.model_config import Config
 from kvconnect.placement import Placement
 
@@ -30,39 +29,20 @@ class ShardDecoder(Decoder):
         """Make all weights: they are small, and the same everywhere."""
         super().__init__(config, seed)
         self.placement, self._gather = placement, gather
+        self.first_layer = placement.layers.start
+        self.held = slice(placement.heads.start, placement.heads.stop)
 
     def cache(self, capacity: int) -> KVCache:
         """Return a cache for this rank's layers and heads."""
-        held, c = self.placement, self.config
-        group = c.heads // c.kv_heads
-        heads = held.heads.extent
-        local = dataclasses.replace(
-            c, layers=held.layers.extent, kv_heads=heads, heads=heads * group
-        )
+        layers, heads = self.placement.layers.extent, self.placement.heads.extent
+        c = self.config
+        local = dataclasses.replace(c, layers=layers, kv_heads=heads, heads=heads * c.group)
         return KVCache(local, capacity)
 
-    def _attend(
-        self,
-        x: Tensor,
-        block: dict[str, Tensor],
-        cache: KVCache,
-        layer: int,
-        turn: tuple[Tensor, Tensor],
-    ) -> Tensor:
-        c, count, start, held = self.config, len(x), cache.length, self.placement.heads
-        stop, group, row = start + count, c.heads // c.kv_heads, layer - self.placement.layers.start
-        mine = slice(held.start, held.stop)
-        q = _rotate((x @ block["q"]).view(count, c.heads, c.head_dim), turn)
-        k = _rotate((x @ block["k"]).view(count, c.kv_heads, c.head_dim), turn)
-        v = (x @ block["v"]).view(count, c.kv_heads, c.v_head_dim)
-        cache.k[row, start:stop] = k[:, mine]
-        cache.v[row, start:stop] = v[:, mine]
-        keys = cache.k[row, :stop].float().transpose(0, 1)
-        values = cache.v[row, :stop].float().transpose(0, 1)
-        own = _attention(q[:, held.start * group : held.stop * group], keys, values, start)
-        # Of ranks that hold the same heads the first one's are taken.
+    def join(self, own: Tensor) -> Tensor:
+        """Gather what other ranks attended over; of ranks with the same heads the first one's."""
         parts = self._gather(own.contiguous())[:: self.placement.replicas]
-        return torch.cat(parts, dim=1).reshape(count, -1) @ block["o"]
+        return torch.cat(parts, dim=1)
 
     @torch.inference_mode()
     def embed(self, tokens: Sequence[int], bounds: Sequence[int]) -> list[Tensor]:
@@ -81,24 +61,12 @@ class ShardDecoder(Decoder):
 
         `finished` hears of each global layer whose keys and values are complete.
         """
-        spans = _chunks(bounds)
-        turns = [_rotation(a, b, self.config) for a, b in spans]
         for layer in range(self.placement.layers.start, self.placement.layers.stop):
-            block = self.blocks[layer]
-            for number, (start, stop) in enumerate(spans):
+            for number, (start, stop) in enumerate(_chunks(bounds)):
                 cache.length = start
-                x = chunks[number]
-                x = x + self._attend(_norm(x), block, cache, layer, turns[number])
-                y = _norm(x)
-                gated = functional.silu(y @ block["gate"]) * (y @ block["up"])
-                chunks[number] = x + gated @ block["down"]
+                chunks[number] = self.layer(chunks[number], layer, cache)
                 cache.length = stop
             finished(layer)
-
-    @torch.inference_mode()
-    def logits(self, x: Tensor) -> Tensor:
-        """Return the logits after the last token of a chunk."""
-        return _norm(x[-1:])[0] @ self.head
 
 
 def _chunks(bounds: Sequence[int]) -> list[tuple[int, int]]:

@@ -1,7 +1,8 @@
 """One rank of the P/D demo, in a process of its own.
 
 A prefill rank computes and sends layer by layer, a decode rank receives and goes on decoding,
-``single`` does both in one process with the plain decoder, as the truth to compare with.
+``single`` does both in one process with the plain decoder, as the truth to compare with, and
+``directory`` is where the others find each other.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from torch import Tensor
 from kvconnect.cli.model import PRINTABLE, Decoder, KVCache, greedy, prefill
 from kvconnect.cli.pd_demo_group import Group
 from kvconnect.cli.pd_demo_job import (
+    KEYS,
+    TOKEN,
     Addresses,
     Bye,
     Computed,
@@ -38,6 +41,8 @@ from kvconnect.cli.pd_demo_job import (
 from kvconnect.cli.pd_demo_model import ShardDecoder
 from kvconnect.cli.pd_demo_pipe import Pipe
 from kvconnect.disagg import keys as key_files
+from kvconnect.disagg.bootstrap import Directory, DirectoryServer, Entry
+from kvconnect.disagg.bootstrap.client import load_token
 from kvconnect.disagg.decode import DecodeEndpoint
 from kvconnect.disagg.options import EndpointOptions
 from kvconnect.disagg.prefill import PrefillEndpoint, Sending
@@ -58,7 +63,7 @@ class _Rank:
     """What both kinds of rank have: decoder, cache, pool, transport, endpoint."""
 
     def __init__(self, job: Job, role: Role, number: int, pipe: Pipe, stack: ExitStack) -> None:
-        self.job, self.role, self.pipe = job, role, pipe
+        self.job, self.role, self.pipe, self.stack = job, role, pipe, stack
         self.prompt = job.prompt()
         self.place = job.placement(role, number)
         stages = job.ranks(role) // job.tp(role)
@@ -76,6 +81,7 @@ class _Rank:
         )
         # The first page stays empty, so that pages have other numbers on the two sides.
         self.pages = range(role == "decode", pages + (role == "decode"))
+        self.keys = key_files.load(Path(job.scratch) / KEYS)
         kind = PrefillEndpoint if role == "prefill" else DecodeEndpoint
         self.endpoint: Any = stack.enter_context(
             kind(
@@ -83,7 +89,7 @@ class _Rank:
                 self.place,
                 _identity(job, role, self.decoder),
                 transport,
-                keys=key_files.load(Path(job.scratch) / "keys"),
+                keys=self.keys,
                 options=EndpointOptions(
                     name=f"{role} {number}",
                     fleet=role,
@@ -147,7 +153,7 @@ def _identity(job: Job, role: Role, decoder: Decoder) -> Identity:
 def prefill_rank(rank: _Rank) -> None:
     """Compute this rank's layers; send each as it finishes."""
     pipe, job, held = rank.pipe, rank.job, rank.place.layers
-    pipe.say(Listening(rank.endpoint.listen()))
+    pipe.say(Listening(_listen(rank)))
     pipe.say(Ready(rank.pool.memory.nbytes))
     pipe.hear(Go)
     started, seen, sendings = time.monotonic(), 0, list[Sending]()
@@ -186,10 +192,40 @@ def prefill_rank(rank: _Rank) -> None:
     _end(rank, sendings[0])
 
 
+def _listen(rank: _Rank) -> str:
+    """Listen for decode ranks, and say so in the directory where there is one."""
+    job, address = rank.job, str(rank.endpoint.listen())
+    if job.directory:
+        entry = Entry(
+            fleet="prefill",
+            name=rank.endpoint.options.name,
+            ranks=job.ranks("prefill"),
+            address=address,
+            public_key=rank.keys.public,
+            generation=rank.endpoint.generation,
+            started=time.time_ns(),
+        )
+        rank.stack.enter_context(_directory(job).announce(entry))
+    return address
+
+
+def _addresses(rank: _Rank) -> list[str]:
+    """Return where the prefill ranks are: as the directory has it, or the parent."""
+    if not rank.job.directory:
+        return rank.pipe.hear(Addresses).addresses
+    left = max(rank.pipe.until - time.monotonic(), 0)
+    found = _directory(rank.job).find("prefill", keys=rank.keys, timeout=left)
+    return [entry.address for entry in found]
+
+
+def _directory(job: Job) -> Directory:
+    return Directory(job.directory, token=load_token(Path(job.scratch) / TOKEN))
+
+
 def decode_rank(rank: _Rank) -> None:
     """Receive the prompt's pages, then decode with what came."""
     pipe, job = rank.pipe, rank.job
-    rank.endpoint.connect(pipe.hear(Addresses).addresses)
+    rank.endpoint.connect(_addresses(rank))
     pipe.say(Ready(rank.pool.memory.nbytes))
     pipe.hear(Go)
     started, tokens = time.monotonic(), len(rank.prompt)
@@ -241,6 +277,13 @@ def single(job: Job, pipe: Pipe) -> None:
     pipe.say(Single(tokens, digests, seconds))
 
 
+def directory(job: Job, pipe: Pipe) -> None:
+    """Serve the directory, as `kvconnect bootstrap` does."""
+    with DirectoryServer(token=load_token(Path(job.scratch) / TOKEN)) as server:
+        pipe.say(Listening(server.url))
+        pipe.hear(Bye)
+
+
 def digest(cache: KVCache, tokens: int, heads: slice) -> str:
     """Return a digest of K and V of the first `tokens` tokens, bit for bit."""
     state = hashlib.blake2b(digest_size=16)
@@ -257,6 +300,8 @@ def run(job: Job, role: str, number: int) -> int:
         with ExitStack() as stack:
             if role == "single":
                 single(job, pipe)
+            elif role == "directory":
+                directory(job, pipe)
             elif role == "prefill":
                 prefill_rank(_Rank(job, "prefill", number, pipe, stack))
             else:

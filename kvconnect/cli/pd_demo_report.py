@@ -14,6 +14,7 @@ from kvconnect.cli.pd_demo_state import Lane, State
 def transfers(state: State) -> Table:
     """Return the table of transfers as it is now."""
     job = state.job
+    found = f"\nranks found by {job.directory}" if job.directory else ""
     table = Table(
         title=(
             f"{job.layout_prefill}, TP {job.prefill_tp}"
@@ -21,6 +22,7 @@ def transfers(state: State) -> Table:
             f"{job.page_size_prefill} to {job.layout_decode}, TP {job.decode_tp}, pages of "
             f"{job.page_size_decode}\nby {job.transport}; {len(state.computed)} of {job.layers} "
             f"layers computed"
+            f"{found}"
         )
     )
     table.add_column("from")

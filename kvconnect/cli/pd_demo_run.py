@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from rich.live import Live
 
 from kvconnect.cli.pd_demo_fleet import Fleet
 from kvconnect.cli.pd_demo_job import (
+    KEYS,
+    TOKEN,
     Addresses,
     Bye,
     Ended,
@@ -28,22 +32,25 @@ from kvconnect.disagg import keys as key_files
 from kvconnect.disagg.transports import known
 from kvconnect.errors import ConfigError
 
-SINGLE = "single 0"
+SINGLE, DIRECTORY = "single 0", "directory 0"
 ROLES: tuple[Role, Role] = ("prefill", "decode")
 
 
-def run(job: Job) -> int:
-    """Run everything and print; return the exit code."""
+def run(job: Job, *, bootstrap: bool = False) -> int:
+    """Run everything and print; return the exit code. `bootstrap`: with a directory of ranks."""
     check(job)
     until = time.monotonic() + job.timeout
-    key_files.save(key_files.generate(), Path(job.scratch) / "keys")
-    console, state = Console(), State(job)
+    key_files.save(key_files.generate(), Path(job.scratch) / KEYS)
+    console = Console()
     names = [f"{role} {number}" for role in ROLES for number in range(job.ranks(role))]
     with Fleet(job, until) as fleet:
+        if bootstrap:
+            fleet.job = job = msgspec.structs.replace(job, directory=_directory(fleet))
+        state = State(job)
         for name in (*names, SINGLE):
             fleet.start(name)
         with Live(transfers(state), console=console) as live:
-            for name, event in fleet.events(names):
+            for name, event in fleet.events([*names, DIRECTORY] if bootstrap else names):
                 state.take(name, event)
                 _answer(fleet, state, names, event)
                 live.update(transfers(state))
@@ -57,17 +64,28 @@ def run(job: Job) -> int:
     return 1 if problems else 0
 
 
+def _directory(fleet: Fleet) -> str:
+    """Start the directory and return its URL."""
+    token = Path(fleet.job.scratch) / TOKEN
+    token.touch(0o600)
+    token.write_text(secrets.token_hex())
+    fleet.start(DIRECTORY)
+    _, event = next(fleet.events([DIRECTORY]))
+    assert isinstance(event, Listening)
+    return event.address
+
+
 def _answer(fleet: Fleet, state: State, names: list[str], event: Event) -> None:
     """Tell ranks what others had to say first."""
     decodes = [name for name in names if name.startswith("decode")]
     if isinstance(event, Listening) and len(state.addresses) == state.job.ranks("prefill"):
-        for name in decodes:
+        for name in decodes if not state.job.directory else ():
             fleet.tell(name, Addresses(sorted(state.addresses.values())))
     elif isinstance(event, Ready) and len(state.ready) == len(names):
         for name in names:
             fleet.tell(name, Go())
     elif isinstance(event, Ended) and len(state.ended) == len(names):
-        for name in names:
+        for name in [*names, DIRECTORY] if state.job.directory else names:
             fleet.tell(name, Bye())
     elif isinstance(event, Token) and state.first is event:
         for name in decodes:

@@ -120,17 +120,31 @@ class Channel(Closing):
 
         def connect() -> str:
             if address not in self._clients:
-                socket = self._socket(self._zmq.DEALER)
                 # A name that begins with a zero byte is ZeroMQ's own. Two addresses may lead to
                 # one rank, which must not take one connection for the other come back.
-                socket.setsockopt(self._zmq.IDENTITY, b"k" + name + secrets.token_bytes(4))
-                if self._keys is not None:
-                    socket.curve_serverkey = self._keys.public.encode()
-                socket.connect(address)
-                self._clients[address] = socket
+                self._connect(address, b"k" + name + secrets.token_bytes(4))
             return address
 
         return str(self.call(connect))
+
+    def _connect(self, address: str, name: bytes) -> None:
+        socket = self._socket(self._zmq.DEALER)
+        socket.setsockopt(self._zmq.IDENTITY, name)
+        if self._keys is not None:
+            socket.curve_serverkey = self._keys.public.encode()
+        socket.connect(address)
+        self._clients[address] = socket
+
+    def redial(self, route: str) -> None:
+        """Channel thread: open a connection anew, by the same name, if `dial` opened it.
+
+        ZeroMQ comes back by itself, but not to a peer that sent what it cannot take.
+        """
+        socket = self._clients.get(route)
+        if socket is not None:
+            name = socket.getsockopt(self._zmq.IDENTITY)
+            socket.close(0)
+            self._connect(route, name)
 
     def hang_up(self, route: str) -> None:
         """Channel thread: drop a connection that `dial` opened."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvconnect.disagg.endpoint import PeerRank
+from kvconnect.disagg.peer_rank import PeerRank
 from kvconnect.errors import UnavailableError
 
 _AGAIN_SECONDS = 0.5
@@ -26,8 +26,8 @@ class Greetings:
     ) -> PeerRank:
         """Say hello again and again until `until`; returns the rank, or raises its refusal."""
         missing = UnavailableError(
-            f"no prefill rank answered at {address}: is it running, and are the keys the same on "
-            f"both sides?"
+            f"no prefill rank answered at {address}: is it running, and are the keys and the "
+            f"release of kvconnect the same on both sides?"
         )
         if not self._one.acquire(timeout=max(until - time.monotonic(), 0)):
             raise missing

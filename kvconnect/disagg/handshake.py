@@ -10,12 +10,43 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvconnect.disagg.conform import Side, check_components, common_slots
+from kvconnect.disagg.pairs import share_of
+from kvconnect.disagg.pools import Pools, about
+from kvconnect.disagg.sections import KV
 from kvconnect.errors import ConfigError, LayoutError
 from kvconnect.identity import Identity
+from kvconnect.placement import Placement
 from kvconnect.pool import Pool
 
 _PLACED = {"object_layout", "page_size"}
 """Fields of an identity that say how bytes are stored, not what they mean."""
+
+
+def check_pools(
+    ours: Pools, theirs: Pools, *, sending: bool, min_slots: int
+) -> dict[str, Placement]:
+    """Return what moves between two ranks, by pool; `sending`: from ours to theirs.
+
+    Raises `ConfigError` where the two sides do not name the same pools, or one does not fit, and
+    `LayoutError` where a pool is cut in a way that no plan joins: all with both values.
+    `min_slots` is about pages of the KV: the pages of a side pool may be single states.
+    """
+    mine, other = sorted(ours.identities), sorted(theirs.identities)
+    if mine != other:
+        raise ConfigError(f"pools are {mine} here and {other} at the peer; both name the same")
+    parts = {}
+    for name, identity in ours.identities.items():
+        with about(name):
+            check_identity(identity, theirs.identities[name])
+            if name not in ours.sides or name not in theirs.sides:
+                continue
+            sides = ours.sides[name], theirs.sides[name]
+            source, target = sides if sending else reversed(sides)
+            check_sides(source, target, min_slots=min_slots if name == KV else 1)
+            part = share_of(source.placement, target.placement)
+            if part is not None:
+                parts[name] = part
+    return parts
 
 
 def check_identity(ours: Identity, theirs: Identity) -> None:

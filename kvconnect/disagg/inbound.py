@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvconnect.disagg.conform import common_slots
-from kvconnect.disagg.endpoint import Endpoint, PeerRank
+from kvconnect.disagg.cause import cause_of
+from kvconnect.disagg.endpoint import Endpoint
 from kvconnect.disagg.intake import Heap, Intake, Receiving
+from kvconnect.disagg.ledger import Ledger
 from kvconnect.disagg.messages import Back, Lent, Staged, Want
-from kvconnect.disagg.orders import Layers
+from kvconnect.disagg.peer_rank import PeerRank
 from kvconnect.disagg.requests import RequestState
 from kvconnect.disagg.ring import Lender
+from kvconnect.disagg.sections import Section
 from kvconnect.errors import ConfigError, KVConnectError
 
 
@@ -20,13 +22,12 @@ class Inbound:
     def __init__(
         self,
         endpoint: Endpoint,
-        find: Callable[[PeerRank, str], tuple[Receiving, Intake] | None],
-        fail: Callable[[Receiving, str], None],
-        emptied: Callable[[Receiving, Intake, Layers], None],
+        ledger: Ledger,
+        emptied: Callable[[Receiving, Intake, Section], None],
     ) -> None:
-        """`find` a request, `fail` it, and hear that a slot of it was `emptied`."""
+        """Call `emptied` once a slot of a request's section was."""
         self.lender = Lender(endpoint.ring)
-        self._endpoint, self._find, self._fail, self._emptied = endpoint, find, fail, emptied
+        self._endpoint, self._ledger, self._emptied = endpoint, ledger, emptied
 
     def on_message(self, peer: PeerRank, message: Want | Staged | Back) -> None:
         """Lend slots in turn, and take them back: filled, or not needed."""
@@ -49,23 +50,25 @@ class Inbound:
 
     def _unpack(self, peer: PeerRank, message: Staged) -> bool:
         """Empty a slot into pages in a worker; False where nobody waits for it."""
-        found = self._find(peer, message.request)
+        found = self._ledger.find(peer, message.request)
         if found is None or found[0].state is not RequestState.UNDER_WAY:
             return False
         receiving, intake = found
+        section = Section(message.pool, *message.layers)
         try:
-            heap = self._count(receiving, intake, message)
+            heap = self._count(receiving, intake, section, message)
         except KVConnectError as error:
-            self._fail(receiving, f"{peer} sent what cannot be: {error}")
+            words = f"{peer} sent what cannot be: {error}"
+            self._ledger.fail(receiving, words, cause_of(error))
             return False
         heap.unpacking += 1
         intake.checking += 1
         endpoint = self._endpoint
 
         def work() -> None:
-            packer = endpoint.packer(endpoint.plan(peer, *message.layers))
+            packer = endpoint.packer(endpoint.plan(peer, section), section.pool)
             buffer = endpoint.ring.buffer(message.slot, packer.nbytes * message.pieces)
-            packer.unpack(receiving.pages, message.first, buffer)
+            packer.unpack(receiving.filled[section.pool].pages, message.first, buffer)
 
         def ended(_: None, error: Exception | None) -> None:
             heap.unpacking -= 1
@@ -73,25 +76,27 @@ class Inbound:
             self.lender.ring.give(message.slot)
             self._pump()
             if error is not None:
-                self._fail(receiving, f"unpacking layers {message.layers}: {error}")
+                self._ledger.fail(receiving, f"unpacking {section}: {error}", cause_of(error))
             elif receiving.state is RequestState.UNDER_WAY:
-                self._emptied(receiving, intake, message.layers)
+                self._emptied(receiving, intake, section)
 
         endpoint.later(work, ended)
         return True
 
-    def _count(self, receiving: Receiving, intake: Intake, message: Staged) -> Heap:
+    def _count(
+        self, receiving: Receiving, intake: Intake, section: Section, message: Staged
+    ) -> Heap:
         """Count pieces in; `ConfigError` unless they follow those that came before."""
         endpoint, peer = self._endpoint, intake.peer
-        intake.check(message.layers)
-        heap = intake.heaps.setdefault(message.layers, Heap())
-        total = receiving.slots // common_slots(peer.side.pool, endpoint.side.pool)
+        intake.check(section)
+        heap = intake.heaps.setdefault(section, Heap())
+        total = endpoint.pieces(peer, section.pool, receiving.filled[section.pool].slots)
         after = message.first + message.pieces
         if message.first != heap.pieces or after > total:
             raise ConfigError(
                 f"pieces [{message.first}, {after}) of {total} after {heap.pieces} of them"
             )
-        nbytes = endpoint.plan(peer, *message.layers).piece_nbytes * message.pieces
+        nbytes = endpoint.plan(peer, section).piece_nbytes * message.pieces
         if nbytes > endpoint.ring.slot_bytes:
             raise ConfigError(f"{nbytes} B in a slot of {endpoint.ring.slot_bytes} B")
         heap.pieces = after

@@ -5,17 +5,17 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-from kvconnect.disagg.endpoint import PeerRank
 from kvconnect.disagg.messages import Moved
-from kvconnect.disagg.orders import Layers
-from kvconnect.disagg.requests import Request
+from kvconnect.disagg.peer_rank import PeerRank
+from kvconnect.disagg.requests import Filled, Request
+from kvconnect.disagg.sections import Section
 from kvconnect.disagg.transport import PeerTransfer, Way
 from kvconnect.errors import ConfigError
 
 
 @dataclass(eq=False)
 class Heap:
-    """Packed pieces of some layers: how many have come, are being unpacked, and the last word."""
+    """Packed pieces of a section: how many have come, are being unpacked, and the last word."""
 
     pieces: int = 0
     unpacking: int = 0
@@ -27,54 +27,50 @@ class Intake:
     """One prefill rank's share of a request, and how much of it is here."""
 
     peer: PeerRank
-    layers: list[Layers] = field(default_factory=list)
+    sections: list[Section] = field(default_factory=list)
     checking: int = 0
     nbytes: int = 0
     lingering: list[PeerTransfer] = field(default_factory=list)
-    heaps: dict[Layers, Heap] = field(default_factory=dict)
+    heaps: dict[Section, Heap] = field(default_factory=dict)
     complete: bool = False
     quiet: bool = False
 
-    def expects(self, layers: Layers) -> None:
-        """Count layers in; `ConfigError` where they are not this share's, or came before."""
-        self.check(layers)
-        self.layers.append(layers)
+    def expects(self, section: Section) -> None:
+        """Count a section in; `ConfigError` where it is not this share's, or came before."""
+        self.check(section)
+        self.sections.append(section)
 
-    def check(self, layers: Layers) -> None:
-        """Raise `ConfigError` where layers are not this share's, or came before."""
-        part = self.peer.part
-        if part is None or not (part.layers.start <= layers[0] < layers[1] <= part.layers.stop):
-            raise ConfigError(f"layers {layers} are not what {self.peer} was to move")
-        if any(a < layers[1] and layers[0] < b for a, b in self.layers):
-            raise ConfigError(f"layers {layers} came twice from {self.peer}")
+    def check(self, section: Section) -> None:
+        """Raise `ConfigError` where a section is not this share's, or came before."""
+        if section.extent < 1 or self.peer.common(section) != section:
+            raise ConfigError(f"{section} are not what {self.peer} was to move")
+        if any(section.meets(other) for other in self.sections):
+            raise ConfigError(f"{section} came twice from {self.peer}")
 
     def look(self) -> bool:
-        """Tell whether all layers are here and checked."""
-        part = self.peer.part
-        done = sum(b - a for a, b in self.layers)
-        return part is None or (done == part.layers.extent and not self.checking)
+        """Tell whether all layers of all pools are here and checked."""
+        return self.peer.all_of(self.sections) and not self.checking
 
     def told_all(self, way: Way) -> bool:
         """Tell whether everything has arrived by the peer's word: what is left is done here."""
-        if self.complete or self.peer.part is None:
+        if self.complete or not self.peer.parts:
             return True
-        last = {layers for layers, heap in self.heaps.items() if heap.moved is not None}
-        layers = last.union(self.layers)
-        return way is Way.PUSH and sum(b - a for a, b in layers) == self.peer.part.layers.extent
+        last = {section for section, heap in self.heaps.items() if heap.moved is not None}
+        return way is Way.PUSH and self.peer.all_of(last.union(self.sections))
 
     def at_rest(self) -> bool:
         """Tell whether this share can no longer touch the pages."""
         self.lingering = [transfer for transfer in self.lingering if not transfer.done()]
         if self.checking or self.lingering:
             return False
-        return self.quiet or self.peer.part is None or not self.peer.link.alive()
+        return self.quiet or not self.peer.parts or not self.peer.link.alive()
 
 
 @dataclass(eq=False)
 class Receiving(Request):
-    """A request on the decode side; see `DecodeEndpoint.receive`."""
+    """A request on the decode side; see `DecodeEndpoint.receive`. `filled` is by pool."""
 
-    slots: int = 0
+    filled: dict[str, Filled] = field(default_factory=dict)
     way: Way = Way.PUSH
     checked: bool = False
     intakes: dict[str, Intake] = field(default_factory=dict)

@@ -54,8 +54,8 @@ class Driver(Protocol):
     def poll(self, ticket: Any) -> str | None:
         """Return None while the piece is under way, "" when it is done, or why it failed."""
 
-    def close(self) -> None:
-        """Forget the peer; nothing is under way any more."""
+    def close(self, *, gone: bool) -> None:
+        """Forget the peer; nothing is under way any more. `gone`: its process has ended."""
 
 
 @dataclass(slots=True, eq=False)
@@ -134,7 +134,7 @@ class Lane(Closing):
             nap = _FIRST_POLL if moved else min(nap * 2, _LAST_POLL)
             if not moved:
                 time.sleep(LOOK_SECONDS if not self._loads and self._unsettled else nap)
-        self._driver.close()
+        self._driver.close(gone=not self._lifeline.alive())
         self._lifeline.close()
 
     def _take(self) -> bool:

@@ -12,11 +12,13 @@ from typing import Annotated, Literal
 import msgspec
 import numpy as np
 
-from kvconnect.disagg.wire import Count, RegionData, SideData, Text
+from kvconnect.disagg.cause import Cause
+from kvconnect.disagg.sections import KV
+from kvconnect.disagg.wire import MAX_SIDE_POOLS, Count, RegionData, SideData, SidePoolData, Text
 from kvconnect.errors import ConfigError
 from kvconnect.page_index import U64
 
-VERSION = 1
+VERSION = 2
 MAX_FRAME_BYTES = 8 << 20
 MAX_PAGES = 1 << 19
 """Of one request: as many as fit half a frame."""
@@ -26,6 +28,8 @@ RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 Reason = Annotated[str, msgspec.Meta(max_length=4000)]
 Pages = Annotated[bytes, msgspec.Meta(max_length=8 * MAX_PAGES)]
 LayerRange = tuple[Count, Count]
+PoolName = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+"""`KV` for the anchor, else the name of a side pool."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -44,6 +48,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     staging: RegionData
     """Where packed pieces may be put, in slots of `slot_bytes`."""
     slot_bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
+    side_pools: Annotated[tuple[SidePoolData, ...], msgspec.Meta(max_length=MAX_SIDE_POOLS)] = ()
+    """`identity` and `side` are those of the KV."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -57,11 +63,20 @@ class Refused(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
     start: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{32})?$")] = ""
 
 
+class SideGrant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Pages of a side pool, and how many of their slots will be filled."""
+
+    pool: PoolName
+    pages: Pages
+    slots: Count
+
+
 class Grant(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Decode to prefill: these pages of mine are for this request, for so many seconds.
 
-    `slots` of them will be filled; `way`: who moves the bytes, as the prefill side sees it
-    (push), or the decode side (pull).
+    `slots` of them will be filled; `side` says the same of every side pool that the decode rank
+    holds. `way`: who moves the bytes, as the prefill side sees it (push), or the decode side
+    (pull).
     """
 
     request: RequestId
@@ -70,10 +85,11 @@ class Grant(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     way: Literal["push", "pull"]
     seconds: Annotated[float, msgspec.Meta(gt=0, le=86400)]
     checksum: bool
+    side: Annotated[tuple[SideGrant, ...], msgspec.Meta(max_length=MAX_SIDE_POOLS)] = ()
 
 
 class Moved(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Prefill to decode: these global layers have landed, `nbytes` of them, confirmed."""
+    """Prefill to decode: these layers of a pool have landed, `nbytes` of them, confirmed."""
 
     request: RequestId
     layers: LayerRange
@@ -81,19 +97,24 @@ class Moved(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     checksum: Annotated[bytes, msgspec.Meta(max_length=16)] | None
     packed: bool = False
     """Whether they came in `Staged` slots, all of which were announced before."""
+    pool: PoolName = KV
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Prefill to decode, where the decode side pulls: these layers lie in these pages."""
+    """Prefill to decode, where the decode side pulls: these layers of a pool lie in these pages."""
 
     request: RequestId
     layers: LayerRange
     pages: Pages
     checksum: Annotated[bytes, msgspec.Meta(max_length=16)] | None
+    pool: PoolName = KV
 
 
 class Taken(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Decode to prefill: everything of this request is here; `nbytes` were confirmed."""
+    """Decode to prefill: everything of this request was pulled; `nbytes` were confirmed.
+
+    And back: until here the pages were surely the request's.
+    """
 
     request: RequestId
     nbytes: Count
@@ -104,6 +125,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
     request: RequestId
     reason: Reason
+    cause: Cause = Cause.CANCELLED
 
 
 class Quiet(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -127,13 +149,14 @@ class Lent(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Staged(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Prefill to decode: pieces [first, first + pieces) of these layers lie in a slot, packed."""
+    """Prefill to decode: pieces [first, first + pieces) of some layers lie in a slot, packed."""
 
     request: RequestId
     layers: LayerRange
     first: Count
     pieces: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
     slot: Count
+    pool: PoolName = KV
 
 
 class Back(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -12,13 +12,15 @@ from functools import partial
 
 from kvconnect.disagg.carry import Carried, carry, stopped
 from kvconnect.disagg.checksum import checksum
-from kvconnect.disagg.conform import common_slots
-from kvconnect.disagg.endpoint import Endpoint, PeerRank
+from kvconnect.disagg.endpoint import Endpoint
 from kvconnect.disagg.messages import Back, Message, Staged, Want
-from kvconnect.disagg.orders import Layers, Order
+from kvconnect.disagg.orders import Order
 from kvconnect.disagg.pair_plan import PairPlan
+from kvconnect.disagg.peer_rank import PeerRank
+from kvconnect.disagg.sections import KV, Layers, Section
 from kvconnect.disagg.staged import Claim, Lane, carry_staged, choose
-from kvconnect.disagg.transport import Runs, Way
+from kvconnect.disagg.straight import Straight, carry_straight
+from kvconnect.disagg.transport import SupportsReach, Way
 from kvconnect.errors import ClosedError
 from kvconnect.page_index import U64
 
@@ -54,6 +56,7 @@ class Trip:
     packed: bool
     why: str
     failure: str
+    pool: str = KV
 
 
 class Outbound:
@@ -79,36 +82,47 @@ class Outbound:
             found.lend(slot)
         return found is not None
 
-    def move(self, request_id: str, pages: U64, order: Order, layers: Layers, until: float) -> Sent:
-        """Move `layers` of `pages` to the decode rank of `order`; a pull only needs the hash."""
-        endpoint, peer = self._endpoint, order.peer
-        plan = endpoint.plan(peer, *layers)
-        pieces = order.slots // common_slots(endpoint.side.pool, peer.side.pool)
+    def move(
+        self, request_id: str, pages: U64, order: Order, section: Section, until: float
+    ) -> Sent:
+        """Move a section of `pages` to the decode rank of `order`; a pull only needs the hash."""
+        endpoint, peer, there = self._endpoint, order.peer, order.filled[section.pool]
+        plan = endpoint.plan(peer, section)
+        pieces = endpoint.pieces(peer, section.pool, there.slots)
         if (failure := stopped(until, order.stop)) is not None:
             return Sent(Carried(0, failure), None)
-        digest = checksum(endpoint.packer(plan), pages, pieces) if order.checksum else None
+        packer = endpoint.packer(plan, section.pool)
+        digest = checksum(packer, pages, pieces) if order.checksum else None
         if order.way is Way.PULL:
             return Sent(Carried(0), digest)
         packed, why = self.packs(plan, pieces, peer)
         started = time.monotonic()
-        if packed:
-            carried = self._packed(request_id, pages, order, layers, until, plan)
+        transport = endpoint.transport
+        if packed and endpoint.options.stage == "auto" and isinstance(transport, SupportsReach):
+            packed, why = False, f"{why}; copied straight, as the peer's memory is mapped here"
+            sides = endpoint.pools.sides[section.pool], peer.sides[section.pool]
+            regions = sides[0].pool.regions, sides[1].pool.regions
+            copier = partial(Straight, transport, peer.link, plan.blocks, regions)
+            at = pages, there.pages
+            carried = carry_straight(copier, at, pieces, until=until, stop=order.stop)
+        elif packed:
+            carried = self._packed(request_id, pages, order, section, until, plan)
         else:
             carried = carry(
                 endpoint.transport,
                 peer.link,
                 Way.PUSH,
-                Runs(*plan.expand(pages, order.pages, pieces)),
+                endpoint.runs(peer, *plan.expand(pages, there.pages, pieces)),
                 batch_bytes=endpoint.options.batch_bytes,
                 until=until,
                 stop=order.stop,
             )
         cause = carried.failure.cause if carried.failure is not None else ""
-        ended = time.monotonic() - started, packed, why, cause
+        ended = time.monotonic() - started, packed, why, cause, section.pool
         with self._lock:
             self._count += 1
-            trip = Trip(self._count, request_id, peer.hello.name, layers, carried.nbytes, *ended)
-            self._trips.append(trip)
+            begun = self._count, request_id, peer.hello.name, section.layers, carried.nbytes
+            self._trips.append(Trip(*begun, *ended))
         return Sent(carried, digest, packed)
 
     def packs(self, plan: PairPlan, pieces: int, peer: PeerRank) -> tuple[bool, str]:
@@ -128,12 +142,17 @@ class Outbound:
         request_id: str,
         pages: U64,
         order: Order,
-        layers: Layers,
+        section: Section,
         until: float,
         plan: PairPlan,
     ) -> Carried:
         endpoint, peer = self._endpoint, order.peer
-        pieces = order.slots // common_slots(endpoint.side.pool, peer.side.pool)
+        pieces = endpoint.pieces(peer, section.pool, order.filled[section.pool].slots)
+
+        def announce(first: int, count: int, slot: int) -> None:
+            at = section.layers, first, count, slot, section.pool
+            self._tell(peer, Staged(request_id, *at))
+
         claim = Claim(
             want=lambda number, count: self._tell(peer, Want(number, count)),
             back=lambda slot: self._tell(peer, Back(slot)),
@@ -145,11 +164,11 @@ class Outbound:
             peer.hello.staging.address,
             peer.hello.slot_bytes,
             claim,
-            lambda first, n, slot: self._tell(peer, Staged(request_id, layers, first, n, slot)),
+            announce,
         )
         self._claims[claim.number] = claim
         try:
-            packer = endpoint.packer(plan)
+            packer = endpoint.packer(plan, section.pool)
             return carry_staged(lane, packer, pages, pieces, until=until, stop=order.stop)
         finally:
             del self._claims[claim.number]

@@ -7,6 +7,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+from kvconnect.disagg.cause import Cause
 from kvconnect.page_index import U64
 
 
@@ -25,11 +26,15 @@ class RequestState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RequestOutcome:
-    """How a request stands: `nbytes` are confirmed bytes, `reason` says why it failed."""
+    """How a request stands: `nbytes` are confirmed bytes over all pools.
+
+    Of one that failed, `cause` says why, and `reason` says it in words; else both are empty.
+    """
 
     state: RequestState
     nbytes: int
     reason: str = ""
+    cause: Cause | None = None
 
     @property
     def ok(self) -> bool:
@@ -37,12 +42,21 @@ class RequestOutcome:
         return self.state is RequestState.DONE
 
 
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """Pages of one pool, (pages,) uint64, and how many of their slots a request fills."""
+
+    pages: U64
+    slots: int
+
+
 @dataclass(eq=False)
 class Request:
     """One request on one rank.
 
-    `pages` are its pages here, (pages,) uint64. They are in use until `quiet()`: a request that
-    failed may still be written to (decode) or read from (prefill) by a peer that has not heard.
+    `pages` are its pages here of the KV, (pages,) uint64. They, and those of the side pools, are
+    in use until `quiet()`: a request that failed may still be written to (decode) or read from
+    (prefill) by a peer that has not heard.
     """
 
     request_id: str
@@ -50,6 +64,7 @@ class Request:
     until: float
     nbytes: int = 0
     reason: str = ""
+    cause: Cause | None = None
     state: RequestState = RequestState.UNDER_WAY
     _ended: threading.Event = field(default_factory=threading.Event)
     _quiet: threading.Event = field(default_factory=threading.Event)
@@ -58,17 +73,17 @@ class Request:
         """Wait until it is done or has failed, at most `timeout` seconds (None: its deadline)."""
         left = self.until - time.monotonic() + 1.0
         self._ended.wait(max(left, 0.0) if timeout is None else timeout)
-        return RequestOutcome(self.state, self.nbytes, self.reason)
+        return RequestOutcome(self.state, self.nbytes, self.reason, self.cause)
 
     def quiet(self, timeout: float = 0.0) -> bool:
         """Wait at most `timeout` seconds; tell whether the pages may be used for other things."""
         return self._quiet.wait(timeout)
 
-    def end(self, state: RequestState, reason: str = "") -> bool:
+    def end(self, state: RequestState, reason: str = "", cause: Cause | None = None) -> bool:
         """Channel thread: fix the outcome; False if it was fixed before."""
         if self._ended.is_set():
             return False
-        self.state, self.reason = state, reason
+        self.reason, self.cause, self.state = reason, cause, state
         self._ended.set()
         return True
 

@@ -8,14 +8,16 @@ socket stays open: its end is how either side learns that the other is gone.
 
 from __future__ import annotations
 
+import ctypes
 import secrets
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from kvconnect.backend import Closing, Registration
 from kvconnect.disagg.shm_link import Link, Listener, Mapped, dial
@@ -26,6 +28,7 @@ from kvconnect.disagg.transport import (
     PeerTransfer,
     PeerTransport,
     Runs,
+    SupportsReach,
     Way,
 )
 from kvconnect.errors import ClosedError, ConfigError, RegistrationError, UnavailableError
@@ -141,6 +144,21 @@ class ShmTransport(Closing):
             move = Move(way, runs, placed, peer.alive, timeout, keep=peer.keep)
             self._mover.start(move, self.regions, peer.mapped)
         return move
+
+    def reach(self, peer: Peer, address: int, nbytes: int) -> NDArray[np.uint8]:
+        """Return granted memory of a peer; see `SupportsReach.reach`."""
+        if not isinstance(peer, _ShmPeer):
+            raise ConfigError(f"shm: {peer!r} was connected by another transport")
+        # In this order: see `_Outside.close`.
+        keep = peer.keep
+        if not peer.alive():
+            raise UnavailableError("shm: the peer has closed or died")
+        here, size = (np.array([n], dtype=np.uint64) for n in (address, nbytes))
+        at = peer.place(Runs(here, here, size)).remote
+        memory: Any = (ctypes.c_uint8 * nbytes).from_address(int(at[0]))
+        memory.keep = keep
+        found: NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8)
+        return found
 
     def _check_open(self) -> None:
         if self._listener.closed:
@@ -261,3 +279,4 @@ class _Outside(_ShmPeer):
 
 _peer: type[Peer] = _Outside
 _transport: type[PeerTransport] = ShmTransport
+_reaching: type[SupportsReach] = ShmTransport

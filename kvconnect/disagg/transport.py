@@ -21,7 +21,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -151,6 +151,18 @@ class Peer(Closable, Protocol):
 
     def alive(self) -> bool:
         """Tell, without blocking, whether the peer may still touch anything."""
+
+
+@runtime_checkable
+class SupportsReach(Protocol):
+    """A transport whose peers' memory is mapped in this process."""
+
+    def reach(self, peer: Peer, address: int, nbytes: int) -> NDArray[np.uint8]:
+        """Return granted memory of a peer, mapped as long as the array lives.
+
+        What is written there has arrived, if the peer is alive afterwards. Raises
+        `RegistrationError` where it was not granted, `UnavailableError` where the peer is gone.
+        """
 
 
 class PeerTransport(Closable, Protocol):

@@ -23,7 +23,7 @@ Text = Annotated[str, msgspec.Meta(max_length=200)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Address = Annotated[int, msgspec.Meta(ge=1, lt=(1 << 63) - 1)]
 
-MAX_PLANES, MAX_REGIONS, MAX_AXES = 64, 64, 12
+MAX_PLANES, MAX_REGIONS, MAX_AXES, MAX_SIDE_POOLS = 64, 64, 12, 16
 
 
 class AxisData(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -81,6 +81,13 @@ class SideData(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: Text
     scale_scheme: Text | None
     placement: PlacementData
+
+
+class SidePoolData(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A side pool: its identity, which has its name, and what the rank holds of it, if anything."""
+
+    identity: Annotated[bytes, msgspec.Meta(max_length=1 << 16)]
+    side: SideData | None
 
 
 def to_data(side: Side) -> SideData:

@@ -1,6 +1,6 @@
 """A real `mooncake_master` and owners of segments in processes of their own, for tests.
 
-python mooncake_master.py ADDRESS MIB    gives a segment to a master until its input ends
+python mooncake_master.py ADDRESS MIB [HOST]    gives a segment to a master until its input ends
 """
 
 import json
@@ -16,8 +16,9 @@ from pathlib import Path
 
 from kvconnect_mooncake import library, open_backend
 
-FLAGS = ("--default_kv_lease_ttl=500", "--client_ttl=3", "--put_start_discard_timeout_sec=3")
-LEASE = 0.5
+FLAGS = ("--client_ttl=3", "--put_start_discard_timeout_sec=3")
+LEASE = 10.0
+"""Seconds, as in production: a load that a busy machine makes late is a miss."""
 
 
 def free_port():
@@ -29,12 +30,12 @@ def free_port():
 class Master:
     """A master with fixed ports, which can be killed and started again."""
 
-    def __init__(self, folder, *flags, leases=FLAGS):
+    def __init__(self, folder, *flags, lease=LEASE):
         self.port, self.admin_port = free_port(), free_port()
         self.address, self.admin = f"127.0.0.1:{self.port}", f"127.0.0.1:{self.admin_port}"
-        self.folder, self.flags = Path(folder), (*leases, *flags)
+        self.folder, self.flags = Path(folder), (*FLAGS, *flags)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.owners = []
+        self.owners, self.lease = [], lease
         self.start()
 
     def start(self):
@@ -43,6 +44,7 @@ class Master:
             "--rpc_address=127.0.0.1",
             f"--rpc_port={self.port}",
             f"--metrics_port={self.admin_port}",
+            f"--default_kv_lease_ttl={round(self.lease * 1000)}",
             "--logtostderr",
             *self.flags,
         ]
@@ -51,13 +53,18 @@ class Master:
         until = time.monotonic() + 15
         while time.monotonic() < until:
             with suppress(OSError):
-                socket.create_connection(("127.0.0.1", self.port), 1).close()
-                return
+                if self.answers():
+                    return
             time.sleep(0.02)
         raise AssertionError((self.folder / "master.log").read_text()[-1000:])
 
+    def answers(self):
+        """Tell whether it is there; may raise `OSError`."""
+        socket.create_connection(("127.0.0.1", self.port), 1).close()
+        return True
+
     def owner(self, mib=64):
-        one = Owner(self, mib)
+        one = Owner(self.address, mib)
         self.owners.append(one)
         return one
 
@@ -83,11 +90,11 @@ class Master:
 class Owner:
     """A process that gives memory to the store."""
 
-    def __init__(self, master, mib):
+    def __init__(self, address, mib):
         self.nbytes = mib << 20
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         self.process = subprocess.Popen(
-            [sys.executable, __file__, master.address, str(mib)],
+            [sys.executable, __file__, address, str(mib)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -124,13 +131,13 @@ def wait_for(true, seconds=15.0, what="it"):
 
 def opened(master, **more):
     """Open a store on a master, with its lease and little patience."""
-    fixed = {"admin": master.admin, "lease": str(LEASE), "space_wait": "0.3"}
+    fixed = {"admin": master.admin, "lease": str(master.lease), "space_wait": "0.3"}
     return open_backend(master.address, fixed | more)
 
 
-def main(address, mib):
+def main(address, mib, host="127.0.0.1"):
     store = library.load("tcp").MooncakeDistributedStore()
-    code = store.setup("127.0.0.1", "P2PHANDSHAKE", int(mib) << 20, 4 << 20, "tcp", "", address)
+    code = store.setup(host, "P2PHANDSHAKE", int(mib) << 20, 4 << 20, "tcp", "", address)
     print("up" if code == 0 else "failed", store.get_hostname() if code == 0 else code, flush=True)
     sys.stdin.read()
     store.close()

@@ -14,14 +14,12 @@ from kvconnect.errors import (
     RegistrationError,
     UnavailableError,
 )
-from kvconnect.region import Region
 from kvconnect.testing.memory import GuardedBuffer, Objects
 from kvconnect.testing.suite import key, keys
 from kvconnect.testing.suite.base import content, expect, filled, get, move, put, stored
 from kvconnect_mooncake.breakers import Breakers
 from kvconnect_mooncake.client import Client
 from kvconnect_mooncake.foreign import Code
-from kvconnect_mooncake.memory import Memory
 from kvconnect_mooncake.quiet import Rule
 
 from .mooncake_master import Master, opened, wait_for
@@ -260,10 +258,14 @@ def test_a_failed_store_is_not_visible(shared, names, monkeypatch, impatient):
     stored(shared, some, [2304] * 7)
 
 
-def test_without_checksums(master, names):
+def test_without_checksums(tmp_path, names):
     # No trailer: what exists is replaced, as nothing proves that it is the same.
     some = names(2)
-    with opened(master, checksum="false") as plain:
+    with (
+        Master(tmp_path / "leases", lease=1.0) as master,
+        opened(master, checksum="false") as plain,
+    ):
+        master.owner()
         for version in ("a", "b"):
             expect(put(plain, some, [2304] * 2, version), Status.OK, Status.OK)
             stored(plain, some, [2304] * 2, version)
@@ -291,35 +293,6 @@ def test_pages_of_one_group_and_soft_pins(master, names):
     with opened(master, group="page", soft_pin="5", replicas="2", prefer="nobody") as store:
         expect(put(store, some, [2304] * 4), *[Status.OK] * 4)
         stored(store, some, [2304] * 4)
-
-
-def test_regions_are_registered_in_order_and_rolled_back():
-    # Case 14, with the library's calls recorded: the third chunk fails.
-    from kvconnect.registrations import Registrations
-
-    calls = []
-
-    def register(address, nbytes):
-        calls.append(("+", address))
-        if address == 0x3000:
-            raise RegistrationError("mooncake: register_buffer: -600")
-
-    table = Registrations("mooncake", list, 1.0)
-    memory = Memory(table, register, lambda a: calls.append(("-", a)), 0x1000)
-    chunks = [Region(f"pool#{i}", 0x1000 * i, 0x1000) for i in (1, 2, 3)]
-    with pytest.raises(RegistrationError, match="pool#3"):
-        memory.add(chunks)
-    assert calls == [("+", 0x1000), ("+", 0x2000), ("+", 0x3000), ("-", 0x2000), ("-", 0x1000)]
-    assert table.regions == ()
-    with pytest.raises(RegistrationError, match="max_region_bytes=4096"):
-        memory.add([Region("pool", 0x1000, 0x1001)])
-    calls.clear()
-    first, second = memory.add(chunks[:2]), memory.add(chunks[:1])
-    first.close()
-    first.close()
-    assert calls == [("+", 0x1000), ("+", 0x2000), ("-", 0x2000)]
-    second.close()
-    assert calls[-1] == ("-", 0x1000)
 
 
 def test_the_library_registers_once(shared):

@@ -1,5 +1,6 @@
 """Opening Mooncake: options, addresses, transport truth, a missing library, an own master."""
 
+import datetime as dt
 import importlib
 import os
 import re
@@ -17,8 +18,9 @@ import kvconnect
 from kvconnect.errors import ConfigError, TransferTimeoutError, UnavailableError
 from kvconnect.testing.suite import keys
 from kvconnect.testing.suite.base import put, stored
-from kvconnect_mooncake import open_backend, transport
+from kvconnect_mooncake import library, open_backend, transport
 from kvconnect_mooncake.address import parse_address
+from kvconnect_mooncake.leaving import leave, without_lock
 from kvconnect_mooncake.master import MasterProcess
 from kvconnect_mooncake.options import MIN_SEGMENT, parse, parse_local
 
@@ -42,6 +44,9 @@ def master(tmp_path_factory):
         ({"prefix": "a/b"}, "prefix"),
         ({"checksum": "maybe"}, "true or false"),
         ({"ssd": "here"}, "absolute"),
+        ({"ssd": "/here"}, "segment=0"),
+        ({"close_timeout": "0"}, "close_timeout=0"),
+        ({"admin": "a:1;b"}, "'b' is no host:port"),
         ({"side": "1"}, "side=1"),
         ({"space_wait": "inf"}, "space_wait"),
     ],
@@ -180,6 +185,28 @@ def test_a_master_that_cannot_start(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="log"):
         MasterProcess(str(tmp_path / "file"), lease=1.0)
+
+
+def test_a_library_that_is_not_known_is_left_by_its_own_close():
+    class Store:
+        closed = 0
+
+        def close(self):
+            self.closed += 1
+
+    class Other(Store):
+        def _get_pyclient_capsule(self):
+            return dt.datetime_CAPI  # a capsule of another name
+
+    class Nothing(Store):
+        def _get_pyclient_capsule(self):
+            return None
+
+    module = library.load("tcp")
+    for store in (Store(), Other(), Nothing()):
+        assert without_lock(module, store) is None
+        leave(module, store)
+        assert store.closed == 1
 
 
 def test_a_close_that_came_too_early_is_done_the_second_time(master):

@@ -15,7 +15,7 @@ from kvconnect.testing.memory import GuardedBuffer
 from kvconnect.testing.suite import BackendSuite
 from kvconnect_mooncake import library, open_backend
 
-from .mooncake_master import LEASE, Master
+from .mooncake_master import Master
 
 SMALL = 384 << 10
 # The allocator finds no place for small objects in a smaller rest.
@@ -33,7 +33,12 @@ def master(tmp_path_factory):
 
 def options_of(master, path, **more):
     prefix = hashlib.sha256(str(path).encode()).hexdigest()[:12]
-    fixed = {"admin": master.admin, "prefix": prefix, "lease": str(LEASE), "space_wait": "0.3"}
+    fixed = {
+        "admin": master.admin,
+        "prefix": prefix,
+        "lease": str(master.lease),
+        "space_wait": "0.3",
+    }
     return {**fixed, **more}
 
 
@@ -66,7 +71,8 @@ class TestMooncake(BackendSuite):
 
     def open_small(self, path):
         # The smallest segment is 16 MiB: a pinned object fills it but for what the test needs.
-        small = Master(path / "small", "--eviction_high_watermark_ratio=1.0")
+        # What was read is evicted once its lease is over, which the test waits for.
+        small = Master(path / "small", "--eviction_high_watermark_ratio=1.0", lease=2.0)
         self.started.append(small)
         small.owner(SEGMENT_MIB)
         fill(small.address, (SEGMENT_MIB << 20) - REST)

@@ -1,6 +1,7 @@
 """One endpoint in a process of its own, driven by JSON over a pipe, for tests that kill it."""
 
 import os
+import random
 import threading
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ from kvconnect.disagg.decode import DecodeEndpoint
 from kvconnect.disagg.keys import Keys
 from kvconnect.disagg.options import EndpointOptions
 from kvconnect.disagg.prefill import PrefillEndpoint
-from kvconnect.disagg.shm import ShmTransport
+from kvconnect.disagg.transports import open_transport
 from kvconnect.errors import KVConnectError
 from kvconnect.hostpool import HostPool
 from kvconnect.identity import Identity
@@ -24,24 +25,31 @@ LAYOUTS = {"prefill": "page_first", "decode": "page_head"}
 PAGES = 40
 
 
-class Paced(ShmTransport):
-    """Batches start no faster than one in `pace` seconds, from batch `slow` on in thirty times
-    that; tells how many have.
+class Pace:
+    """Stands before a transport's `submit`: batches start no faster than one in `pace` seconds,
+    from batch `slow` on in thirty times that; tells how many have.
     """
 
-    def __init__(self, pools, pace):
-        super().__init__(pools)
+    def __init__(self, transport, pace):
+        self.submit, transport.submit = transport.submit, self
         self.pace, self.batches, self.slow = pace, 0, None
         self.changed = threading.Condition()
 
-    def submit(self, peer, way, runs, timeout):
+    def __call__(self, *arguments):
         slow = self.slow is not None and self.batches >= self.slow
         time.sleep(self.pace * (30 if slow else 1))
-        transfer = super().submit(peer, way, runs, timeout)
+        transfer = self.submit(*arguments)
         with self.changed:
             self.batches += 1
             self.changed.notify_all()
         return transfer
+
+
+def attached(transport):
+    """How many peers hold on to this rank's memory, and how many batches are under way."""
+    if transport.name == "shm":
+        return transport._listener.attached(), len(transport._mover.under_way())
+    return transport.life.attached(), len(transport._under_way())
 
 
 def truth(component, tokens, seed):
@@ -55,15 +63,17 @@ def truth(component, tokens, seed):
 class Rank:
     """What the test may ask for."""
 
-    def __init__(self, role, name, keys, options, pace):
-        self.pool = HostPool.allocate(
-            layout=LAYOUTS[role], pages=PAGES, dtype="int16", shared=True, **GEOMETRY
-        )
+    def __init__(self, role, name, keys, carrier, options, pace):
         identity = Identity(
             model="m", weights="w", dtype="int16", page_size=16, layers=4, heads=4,
             head_dim=64, v_head_dim=64,
         )  # fmt: skip
-        self.transport = Paced([self.pool], pace)
+        name_of, settings, environment = carrier
+        os.environ.update(environment)
+        self.transport = open_transport(name_of, settings)
+        self.pace = Pace(self.transport, pace)
+        plan = HostPool.plan(layout=LAYOUTS[role], pages=PAGES, dtype="int16", **GEOMETRY)
+        self.pool = plan.place(self.transport.allocate(plan.nbytes, "pool"))
         kind = PrefillEndpoint if role == "prefill" else DecodeEndpoint
         self.end = kind(
             self.pool,
@@ -111,9 +121,8 @@ class Rank:
         self.requests[name] = self.end.receive(name, pages, timeout=timeout, way=way)
 
     def wait(self, name, timeout):
-        started = time.monotonic()
         outcome = self.requests[name].wait(timeout)
-        return outcome.state.value, outcome.reason, time.monotonic() - started
+        return outcome.state.value, outcome.reason
 
     def quiet(self, name, timeout):
         return self.requests[name].quiet(timeout)
@@ -121,28 +130,33 @@ class Rank:
     def abort(self, name):
         self.end.abort(name, "the user has left")
 
+    def why(self):
+        """How the last push was sent, and why so."""
+        return self.end.trips()[-1].why
+
     def quarantined(self):
         return self.end.quarantined()
 
     def slow(self, start):
-        self.transport.slow = start
+        self.pace.slow = start
 
     def batches(self, count, timeout):
         """Wait until so many batches have been started; returns how many."""
-        with self.transport.changed:
-            self.transport.changed.wait_for(lambda: self.transport.batches >= count, timeout)
-            return self.transport.batches
+        with self.pace.changed:
+            self.pace.changed.wait_for(lambda: self.pace.batches >= count, timeout)
+            return self.pace.batches
 
     def counts(self):
         """Everything that must come back to where it was."""
         end = self.end
+        links, moves = attached(self.transport)
         return {
             "fds": sum(1 for _ in Path("/proc/self/fd").iterdir()),
             "tasks": sum(1 for _ in Path("/proc/self/task").iterdir()),
             "peers": len(end.peers),
             "slots": end.ring.free,
-            "links": self.transport._listener.attached(),
-            "moves": len(self.transport._mover.under_way()),
+            "links": links,
+            "moves": moves,
             "regions": len(self.transport.regions),
             "requests": len(getattr(end, "_sendings", ())) + len(getattr(end, "_receivings", ())),
             "orders": len(getattr(end, "_orders", ())),
@@ -176,15 +190,41 @@ class Rank:
             said = msgspec.structs.replace(hello, staging=staging, side=side)
         end.in_thread(lambda: end.send_to(peer, said))
 
+    def shout(self, kind, number):
+        """Send a peer frames that are none: noise, changed messages, or one that is too long."""
+        end, rng = self.end, random.Random(number)
+        peer = next(iter(end.peers.values()))
+        said = bytearray(messages.encode(messages.Envelope(
+            end.generation, peer.generation, messages.Abort(f"none{number}", "it never was")
+        )))  # fmt: skip
+        frames = [b"\x01" * (messages.MAX_FRAME_BYTES + 1)]
+        if kind == "garbage":
+            frames = [said[: number % 2] + rng.randbytes(rng.randrange(300)) for _ in range(20)]
+        elif kind == "changed":
+            frames = [said.copy() for _ in range(20)]
+            for frame in frames:
+                frame[rng.randrange(len(frame))] = rng.randrange(256)
+
+        def send():
+            channel = end._channel
+            client = channel._clients.get(peer.route)
+            for frame in map(bytes, frames):
+                if client is not None:
+                    client.send(frame)
+                else:
+                    channel._server.send_multipart([bytes.fromhex(peer.route), frame])
+
+        end.in_thread(send)
+
     def close(self):
         self.end.close()
         self.transport.close()
         self.pool.close()
 
 
-def main(conn, role, name, keys, options, pace):
+def main(conn, *arguments):
     try:
-        rank = Rank(role, name, keys, dict(options), pace)
+        rank = Rank(*arguments)
         conn.send_bytes(msgspec.json.encode(["ok", None]))
         while True:
             word, *arguments = msgspec.json.decode(conn.recv_bytes())

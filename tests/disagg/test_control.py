@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnect.disagg import keys as key_files
+from kvconnect.disagg.cause import Cause
 from kvconnect.disagg.channel import Channel
 from kvconnect.disagg.messages import (
     MAX_FRAME_BYTES,
@@ -23,6 +24,7 @@ from kvconnect.disagg.messages import (
     Quiet,
     Ready,
     Refused,
+    SideGrant,
     Taken,
     decode,
     encode,
@@ -38,17 +40,19 @@ US, THEM = "a" * 32, "b" * 32
 requests = st.text(min_size=1, max_size=40)
 pages = st.lists(st.integers(0, 2**62), max_size=30).map(lambda p: pack_pages(u64(p)))
 layers = st.tuples(st.integers(0, 99), st.integers(0, 99))
+names = st.text(min_size=1, max_size=20)
 digests = st.none() | st.binary(max_size=16)
 messages = st.one_of(
     st.builds(Refused, st.text(max_size=50)),
     st.builds(
         Grant, requests, pages, st.integers(0, 2**40), st.sampled_from(["push", "pull"]),
         st.floats(1e-3, 1e4), st.booleans(),
+        st.lists(st.builds(SideGrant, names, pages, st.integers(0, 2**40)), max_size=3).map(tuple),
     ),
-    st.builds(Moved, requests, layers, st.integers(0, 2**60), digests),
-    st.builds(Ready, requests, layers, pages, digests),
+    st.builds(Moved, requests, layers, st.integers(0, 2**60), digests, st.booleans(), names),
+    st.builds(Ready, requests, layers, pages, digests, names),
     st.builds(Taken, requests, st.integers(0, 2**60)),
-    st.builds(Abort, requests, st.text(max_size=50)),
+    st.builds(Abort, requests, st.text(max_size=50), st.sampled_from(Cause)),
     st.builds(Quiet, requests),
     st.builds(Ping, st.booleans()),
 )  # fmt: skip
@@ -85,7 +89,7 @@ def test_a_changed_byte_is_an_error_or_another_valid_message(message, at, value)
     ("frame", "words"),
     [
         (b"", "of 0 B"),
-        (b"\x02" + encode(Envelope(US, THEM, Quiet("r")))[1:], "version 2, this side speaks 1"),
+        (b"\x01" + encode(Envelope(US, THEM, Quiet("r")))[1:], "version 1, this side speaks 2"),
         (encode(Envelope(US, THEM, Quiet("r"))) + b"x", "cannot be read"),
         (b"\x01" * (MAX_FRAME_BYTES + 1), f"{MAX_FRAME_BYTES + 1} B"),
     ],

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvconnect.config import parse_bytes
 from kvconnect.disagg import messages
+from kvconnect.disagg.cause import Cause
 from kvconnect.disagg.options import EndpointOptions
 
 GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "disaggregation.md").read_text("utf-8")
@@ -40,6 +41,11 @@ def test_every_option_is_there_with_its_default():
 def test_every_message_is_there():
     for kind in typing.get_args(messages.Message):
         assert f"`{kind.__name__}`" in GUIDE, kind
+
+
+def test_every_cause_is_there():
+    for cause in Cause:
+        assert f"`{cause.name}`" in GUIDE, cause
 
 
 def test_the_example_runs(tmp_path, monkeypatch):
@@ -84,3 +90,51 @@ def test_the_example_runs(tmp_path, monkeypatch):
             for name in ("announcement", "decode", "prefill", "transport", "pool"):
                 if name in names:
                     names[name].close()
+
+
+def test_the_example_of_side_pools_runs(tmp_path):
+    """In one process, from some pages of each pool to others of it."""
+    from kvconnect.disagg.conform import Side
+    from kvconnect.disagg.decode import DecodeEndpoint
+    from kvconnect.disagg.prefill import PrefillEndpoint
+    from kvconnect.disagg.shm import ShmTransport
+    from tests.disagg.endpoints import identity_of
+    from tests.disagg.fleet import Fleet
+    from tests.disagg.side_fleet import Kind, expected, fill, rows_of
+
+    code = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)[1]
+    fleet = Fleet("page_first", 1, 64, 62, (1,), 1, (8, None))
+    kv = fleet.sides()[0]
+    state = Kind("mamba", ("page", "layer", "dim"), {"state": 8}, (1,)).on(0, 0, 1)
+    order = ("page", "slot", "layer", "head", "dim")
+    window = Kind("swa", order, {"k": 8}, (1,), 1, 64, 40).on(0, 0, 1)
+    pages = {"kv": range(31), "mamba": [3], "swa": range(5, 20)}
+    free = {"kv": range(31, 62), "mamba": [5], "swa": range(20, 35)}
+    sides = {"kv": kv} | {
+        one.identity.pool: Side(one.pool, one.placement) for one in (state, window)
+    }
+    tokens = {"kv": range(31 * 64), "mamba": range(1), "swa": range(15 * 64)}
+    for name, side in sides.items():
+        fill(name, side, pages[name], tokens[name])
+    with ShmTransport() as transport:
+        names = {
+            "PrefillEndpoint": PrefillEndpoint, "DecodeEndpoint": DecodeEndpoint, "pool": kv.pool,
+            "placement": kv.placement, "identity": identity_of(fleet), "transport": transport,
+            "page_ids": pages["kv"], "free_ids": free["kv"], "window_ids": pages["swa"],
+            "free_window_ids": free["swa"],
+        }  # fmt: skip
+        for short, one in (("mamba", state), ("swa", window)):
+            for part in ("pool", "placement", "identity"):
+                names[f"{short}_{part}"] = getattr(one, part)
+        try:
+            (tmp_path / "example.py").write_text(code)
+            names = runpy.run_path(str(tmp_path / "example.py"), init_globals=names)
+            assert names["outcome"].ok, names["outcome"]
+        finally:
+            for name in ("decode", "prefill"):
+                if name in names:
+                    names[name].close()
+    for name, side in sides.items():
+        for component in side.pool.components:
+            found = rows_of(side, component, free[name])
+            assert (found.view("i2") == expected(name, side, component, tokens[name])).all()

@@ -207,7 +207,7 @@ def test_greetings_that_come_again_and_again_leave_one_connection(cluster, monke
             route = second._channel.dial(cluster.addresses[0], bytes.fromhex(second.generation))
             for _ in range(20):
                 second._channel.post(lambda: second._channel.send(route, hello))
-            until(lambda: prefill._meeting)
+            until(lambda: prefill._meetings.waiting)
             go_on.set()
             second.connect(cluster.addresses)
             prefill.in_thread(lambda: None)
@@ -241,6 +241,27 @@ def test_a_greeting_is_not_refused_by_what_was_said_before_it(cluster):
         decode.connect(cluster.addresses)
         cluster.blank()
         moves(cluster, f"r{number}")
+
+
+def test_a_rank_is_met_though_the_last_of_its_earlier_start_goes_at_that_moment(cluster):
+    """The connection to the address is one for both starts, and goes with the first."""
+    with ShmTransport() as carrier:
+        side = FLEET.sides()[0]
+        with DecodeEndpoint(side.pool, side.placement, identity_of(FLEET), carrier) as decode:
+            honest, dialled = decode._channel.dial, []
+
+            def dial(*arguments):
+                route = honest(*arguments)
+                dialled.append(route)
+                if len(dialled) == 1:
+                    decode.in_thread(lambda: decode._channel.hang_up(route))
+                return route
+
+            decode._channel.dial = dial
+            decode.connect(cluster.addresses, timeout=3)
+            receiving = decode.receive("r", PAGES)
+            assert cluster.prefills[0].send("r", PAGES).wait(5).ok
+            assert receiving.wait(5).ok
 
 
 def test_after_close_nothing_begins_and_no_thread_is_left():

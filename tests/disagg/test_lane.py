@@ -46,8 +46,8 @@ class Library:
     def poll(self, ticket):
         return self.ended.get(ticket)
 
-    def close(self):
-        self.closed = True
+    def close(self, *, gone):
+        self.closed, self.gone = True, gone
 
 
 class Line:
@@ -207,6 +207,15 @@ def test_a_closed_lane_takes_nothing(lane):
     library.ended = {1: ""}
     assert flight.settled(10)
     assert lane.join(10)
+    assert not library.gone
+
+
+def test_the_driver_hears_that_the_peer_has_ended(lane):
+    lane, library, line = lane
+    line.up = False
+    lane.close()
+    assert lane.join(10)
+    assert library.gone
 
 
 def test_runs_are_cut_without_loss():

@@ -75,16 +75,18 @@ def nobody_is_left(tmp_path, seconds=5.0):
         ("--prefill-tp", 1, "--decode-tp", 2, "--stage", "always", "--dtype", "float16"),
         ("--prefill-tp", 2, "--decode-tp", 1, "--transport", "nixl"),
         ("--prefill-tp", 1, "--decode-tp", 2, "--transport", "mooncake"),
+        ("--bootstrap", "--decode-tp", 2, "--pp-prefill", 2),
     ],
 )  # fmt: skip
 def test_same_tokens_as_one_process(tmp_path, options):
     done = demo(tmp_path, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "same tokens as one process" in done.stdout
+    assert ("ranks found by http://127.0.0.1:" in done.stdout) == ("--bootstrap" in options)
     for word in ("GB/s", "time to first token", "runs of" if not options else "MiB", "equal"):
         assert word in done.stdout, word
     nobody_is_left(tmp_path)
-    assert not list(tmp_path.glob("kvconnect-pd-*"))
+    assert not list(tmp_path.glob("kvconnect-*"))
 
 
 def test_one_changed_value_fails_the_demo(tmp_path):
@@ -126,12 +128,12 @@ def test_a_run_that_takes_too_long_is_ended(tmp_path):
 @pytest.mark.parametrize("victim", ["parent", "rank"])
 def test_a_kill_leaves_no_process_behind(tmp_path, victim):
     with subprocess.Popen(
-        command(tmp_path), env=environment(tmp_path), cwd=tmp_path,
+        command(tmp_path, "--bootstrap"), env=environment(tmp_path), cwd=tmp_path,
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         try:
             deadline = time.monotonic() + 30
-            while len(ranks_of(tmp_path)) < 7:
+            while len(ranks_of(tmp_path)) < 4:
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
             if victim == "rank":

@@ -123,6 +123,37 @@ def test_memory_that_was_not_registered_or_granted_is_refused_before_anything_mo
         Runs(u64(1), u64(1), u64(1, 2))
 
 
+def test_granted_memory_of_a_peer_is_reached_and_no_other():
+    a, b = np.zeros(4096, np.uint8), np.ones(4096, np.uint8)
+    other = np.full(4096, 9, np.uint8)
+    with two(a, b) as (ours, theirs, peer):
+        ours.reach(peer, b.ctypes.data + 16, 32)[:] = 5
+        assert np.array_equal(np.flatnonzero(b == 5), np.arange(16, 48))
+        for address, n in ((other.ctypes.data, 16), (b.ctypes.data + 4081, 16), (a.ctypes.data, 1)):
+            with pytest.raises(RegistrationError, match="outside every registered"):
+                ours.reach(peer, address, n)
+        with pytest.raises(ConfigError, match="another transport"):
+            ours.reach(object(), b.ctypes.data, 16)
+        theirs.close()
+        with pytest.raises(UnavailableError, match="closed or died"):
+            ours.reach(peer, b.ctypes.data, 16)
+
+
+def test_memory_of_another_process_stays_mapped_while_it_is_looked_at():
+    with process() as (child, metadata, address, nbytes, ask), ShmTransport() as ours:
+        with ours.connect(metadata, 5) as peer:
+            seen = ours.reach(peer, address, nbytes)
+            assert int(seen.astype(np.uint64).sum()) == ask("sum")
+            seen[7] = 200
+            assert ask("byte 7") == 200
+        with pytest.raises(UnavailableError, match="closed or died"):
+            ours.reach(peer, address, nbytes)
+        child.kill()
+        child.wait(10)
+        assert seen[7] == 200
+        seen[:] = 3
+
+
 def test_a_batch_for_which_there_is_no_time_ends_as_timeout_and_is_quiet():
     a, b = np.ones(4096, np.uint8), np.zeros(4096, np.uint8)
     with two(a, b) as (ours, _, peer):
