@@ -8,6 +8,8 @@ import os
 
 import pytest
 
+pytest_plugins = ["kvconnect.testing.cluster.plugin"]
+
 ALLOWED = "hardware:"
 
 

@@ -95,6 +95,13 @@ def test_every_source_file_is_in_the_wheel(built):
     assert {f"{name}/py.typed" for name in NAMES} <= files
 
 
+def test_scenarios_of_clusters_are_in_the_wheel(built):
+    there = {p.name for p in (ROOT / "tests" / "cluster" / "scenarios").glob("*.toml")}
+    folder = "kvconnect/testing/cluster/scenarios/"
+    files = {name for name in wheel_files(built[1]) if name.startswith(folder)}
+    assert files == {folder + name for name in there} != set()
+
+
 def test_sdist_holds_what_a_packager_needs(built):
     with tarfile.open(built[0]) as archive:
         files = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import kvconnect
-from kvconnect.cli import store
+from kvconnect.cli import cluster, store
 from kvconnect.cli.bootstrap import bootstrap
 from kvconnect.cli.demo import demo
 from kvconnect.cli.doctor import doctor
@@ -39,6 +39,7 @@ for command in (
 ):
     app.command()(command)
 app.command("find")(find_page)
+app.add_typer(cluster.app, name="cluster")
 
 
 def _version(wanted: bool) -> None:

@@ -1,5 +1,6 @@
 """Hosts on this machine, against what the kernel and plain sockets say."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -11,78 +12,24 @@ from pathlib import Path
 
 import pytest
 
-from kvconnect.errors import TransferTimeoutError, UnavailableError
+from kvconnect.errors import UnavailableError
 from kvconnect.testing.cluster import sweep
 from kvconnect.testing.cluster.cluster import Cluster
-from kvconnect.testing.peer_suite.base import until
+from tests.cluster import host_cases
+from tests.cluster.host_cases import LISTEN, MIB, SMALL, connect, py
 
-MIB = 1 << 20
-PY = [sys.executable, "-I", "-S", "-u", "-c"]
-
-CONNECT = """
-import socket, sys
-s = socket.socket(); s.settimeout(float(sys.argv[3]))
-try: s.connect((sys.argv[1], int(sys.argv[2]))); print("open")
-except TimeoutError: print("silent")
-except OSError as e: print(type(e).__name__)
-"""
-LISTEN = """
-import socket, sys
-s = socket.create_server(("0.0.0.0", int(sys.argv[1]))); print("ready")
-while True:
-    c, _ = s.accept()
-    while c.recv(1 << 20): pass
-    try: c.sendall(b"k")
-    except OSError: pass
-    c.close()
-"""
-DATAGRAMS_SENT = 2000
-DATAGRAMS = f"""
-import socket, sys, time
-s = socket.socket(type=socket.SOCK_DGRAM)
-for n in range({DATAGRAMS_SENT}):
-    s.sendto(b"x", (sys.argv[1], int(sys.argv[2])))
-    if n % 50 == 0: time.sleep(0.001)
-"""
-COUNT = """
-import select, socket, sys
-s = socket.socket(type=socket.SOCK_DGRAM)
-s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 24)
-s.bind(("0.0.0.0", int(sys.argv[1]))); print("ready"); n = 0
-while True:
-    ready = select.select([s, 0], [], [])[0]
-    if s in ready: s.recv(100); n += 1
-    else: print(n); break
-"""
-SEND = """
-import socket, sys, time
-s = socket.create_connection((sys.argv[1], int(sys.argv[2])))
-t = time.monotonic(); s.sendall(bytes(int(sys.argv[3]))); s.shutdown(1); s.recv(1)
-print(time.monotonic() - t)
-"""
+port = host_cases.port
 
 
-@pytest.fixture(scope="module")
-def three():
-    with Cluster.local(3, disk=64 * MIB) as cluster:
-        yield cluster
+@pytest.mark.cluster(**SMALL, local=True)
+class TestLocalHosts(host_cases.HostCases):
+    pass
 
 
-@pytest.fixture(scope="module")
-def port(three):
-    port = three.host(1).free_port()
-    with three.host(1).spawn([*PY, LISTEN, str(port)], name="listen", ready="ready"):
-        yield port
-
-
-def connect(source, target, port, timeout=0.4):
-    done = source.run([*PY, CONNECT, target.address, str(port), str(timeout)], timeout=10)
-    return done.stdout.strip()
-
-
-def test_a_host_is_a_host(three):
+@pytest.mark.cluster(**SMALL, local=True)
+def test_a_host_is_a_host(cluster):
     boots, names = set(), set()
-    for host in three.hosts:
+    for host in cluster.hosts:
         script = "cat /proc/sys/kernel/random/boot_id; hostname; ls /sys/class/net"
         boot, name, *devices = host.run(["sh", "-c", script], timeout=10).stdout.split()
         assert set(devices) == {"eth0", "lo"}
@@ -90,94 +37,6 @@ def test_a_host_is_a_host(three):
         names.add(name)
     assert names == {"host0", "host1", "host2"}
     assert len(boots | {Path("/proc/sys/kernel/random/boot_id").read_text().strip()}) == 4
-
-
-def test_run(three):
-    done = three.host(0).run(["sh", "-c", "cat; echo e >&2; exit 3"], timeout=10, input="given")
-    assert (done.returncode, done.stdout, done.stderr) == (3, "given", "e\n")
-    with pytest.raises(TransferTimeoutError):
-        three.host(0).run(["sleep", "60"], timeout=0.1)
-    with pytest.raises(UnavailableError, match="no-such-program"):
-        three.host(0).run(["no-such-program"], timeout=1)
-
-
-def test_a_process_is_stopped_and_goes_on(three):
-    host = three.host(0)
-    with host.spawn(["cat"], name="cat") as cat:
-        cat.send("one")
-        assert cat.receive(5) == "one"
-        cat.stop()
-        until(lambda: "State:\tT" in host.read(f"/proc/{cat.pid}/status"), 5)
-        cat.send("two")
-        with pytest.raises(TransferTimeoutError):
-            cat.receive(0.2)
-        cat.go_on()
-        assert cat.receive(5) == "two"
-        assert host.counts(cat.pid).fds == 3
-    assert cat.wait(0) == -signal.SIGKILL
-    with pytest.raises(UnavailableError):
-        host.counts(cat.pid)
-
-
-def test_a_cut_is_silent_and_heals(three, port):
-    zero, one, two = three.hosts
-    assert connect(zero, one, port) == "open"
-    assert connect(zero, one, port + 1) == "ConnectionRefusedError"
-    one.cut()
-    assert {connect(zero, one, port), connect(two, one, port)} == {"silent"}
-    assert one.dropped() > 0
-    one.heal()
-    assert connect(zero, one, port) == "open"
-
-
-def test_a_partition_parts_groups(three, port):
-    zero, one, two = three.hosts
-    three.partition([[0], [1, 2]])
-    assert (connect(zero, one, port), connect(two, one, port)) == ("silent", "open")
-    three.heal()
-    assert connect(zero, one, port) == "open"
-
-
-def test_a_rate_holds_both_ways(three, port):
-    zero, one, _ = three.hosts
-    send = [*PY, SEND, one.address, str(port), str(10 * MIB)]
-    for shaped in (zero, one):
-        shaped.shape("200mbit")
-        seconds = float(zero.run(send, timeout=20).stdout)
-        shaped.shape(None)
-        assert 150e6 < 10 * MIB * 8 / seconds < 215e6
-    assert 10 * MIB * 8 / float(zero.run(send, timeout=20).stdout) > 400e6
-
-
-@pytest.mark.parametrize("lossy", [0, 1], ids=["sender", "receiver"])
-def test_loss_is_counted(three, lossy):
-    zero, one, _ = three.hosts
-    port = str(one.free_port())
-    with one.spawn([*PY, COUNT, port], name="count", ready="ready") as count:
-        three.host(lossy).drop(20)
-        assert zero.run([*PY, DATAGRAMS, one.address, port], timeout=20).returncode == 0
-        lost = one.dropped()
-        three.host(lossy).drop(None)
-        assert zero.run([*PY, DATAGRAMS, one.address, port], timeout=20).returncode == 0
-        count.send("")
-        assert int(count.receive(10)) == 2 * DATAGRAMS_SENT - lost
-    assert 300 < lost < 500  # of 2000: five standard deviations on either side
-
-
-def test_a_full_disk(three):
-    host = three.host(2)
-    host.fill_disk(leave=MIB)
-    room = os.statvfs(host.directory)
-    assert 0 <= room.f_bavail * room.f_frsize <= MIB
-    write = ["dd", "if=/dev/zero", "of=big", "bs=1M", "count=3"]
-    assert "No space left" in host.run(write, timeout=10).stderr
-    host.free_disk()
-    assert host.run(write, timeout=10).returncode == 0
-
-
-def test_clocks_agree(three):
-    reading = three.host(1).clock()
-    assert abs(reading.offset_seconds) <= reading.error_seconds + 0.005
 
 
 def test_a_power_cut_keeps_what_was_synced_and_only_that():
@@ -198,8 +57,12 @@ def test_a_power_cut_keeps_what_was_synced_and_only_that():
         assert not lost.exists() or lost.stat().st_size < 2 * MIB
         assert host.read("/proc/sys/kernel/random/boot_id") != boot
         port = host.free_port()
-        with host.spawn([*PY, LISTEN, str(port)], name="listen", ready="ready"):
+        with host.spawn(py(host, LISTEN, port), name="listen", ready="ready"):
             assert connect(cluster.host(1), host, port, 3) == "open"
+
+
+def environment():
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
 
 
 def traces(ident):
@@ -219,11 +82,10 @@ def test_kill_of_the_runner_is_swept():
         print(cluster.directory.parent, flush=True)
         time.sleep(600)
     """
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     with (
         Cluster.local(1, disk=32 * MIB) as alive,
         subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, env=env
+            [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, env=environment()
         ) as runner,
     ):
         folder = Path(runner.stdout.readline().decode().strip())
@@ -236,6 +98,24 @@ def test_kill_of_the_runner_is_swept():
         assert alive.host(0).run(["true"], timeout=5).returncode == 0
         ident = alive.directory.parent.name
     assert traces(ident) == []
+
+
+def test_clusters_come_and_go_beside_each_other():
+    code = """
+        from kvconnect.testing.cluster.cluster import Cluster
+        for _ in range(6):
+            with Cluster.local(3, disk=16 << 20) as cluster:
+                assert cluster.host(1).run(["true"], timeout=30).returncode == 0
+        print("done")
+    """
+    argv = [sys.executable, "-c", textwrap.dedent(code)]
+    with contextlib.ExitStack() as stack:
+        runners = [
+            stack.enter_context(subprocess.Popen(argv, stdout=subprocess.PIPE, env=environment()))
+            for _ in range(3)
+        ]
+        said = [runner.communicate(timeout=120)[0] for runner in runners]
+    assert said == [b"done\n"] * 3
 
 
 def test_a_missing_tool_is_named_with_its_package(monkeypatch):

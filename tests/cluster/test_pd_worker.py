@@ -6,8 +6,9 @@ import msgspec
 import pytest
 
 from kvconnect.errors import BackendError
-from kvconnect.testing.cluster.cluster import Cluster
 from tests.cluster.pd_fleet import Fleet, start
+
+pytestmark = pytest.mark.cluster(hosts=2)
 
 WIDE = {"layout": "page_head", "page_size": 16}
 DEEP = {"layout": "page_first", "page_size": 32}
@@ -17,18 +18,10 @@ KEPT = 4
 TRANSPORTS = pytest.mark.parametrize("transport", ["mooncake", "nixl"])
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with Cluster.local(2) as made:
-        yield made
-
-
 @pytest.fixture
 def slow(cluster):
     """Have the prefill side's host send 2.5 MB a second: time for faults in mid-transfer."""
     cluster.host(0).shape("20mbit")
-    yield
-    cluster.host(0).shape(None)
 
 
 def pair(cluster, transport, **settings):

@@ -1,1 +1,1 @@
-"""Clusters for tests: hosts as network namespaces with disks of their own, and real faults."""
+"""Clusters for tests: hosts as namespaces with disks of their own, or over ssh; real faults."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
@@ -10,24 +12,29 @@ from kvconnect.backend import Closing
 from kvconnect.errors import ConfigError
 from kvconnect.testing.cluster import names, network, shaping, sweep, tools
 from kvconnect.testing.cluster.host import Host
+from kvconnect.testing.cluster.inventory import Inventory
 from kvconnect.testing.cluster.local import LocalHost
 from kvconnect.testing.cluster.names import Names
+from kvconnect.testing.cluster.ssh_host import SshHost
 
 _MOST_HOSTS = 64
 _LEAST_DISK = 16 << 20
 
 
 class Cluster(Closing):
-    """Hosts that reach each other by their addresses, and nothing else.
+    """Hosts that reach each other by their addresses, with a folder for data on each.
 
-    `directory` is the runner's folder with the logs of every process. Leaving the ``with``
-    block removes all that was made; after a kill -9 of the runner the next start does.
+    Those of `local` reach nothing else; those of `over_ssh` are machines that exist. `directory`
+    is the runner's folder with the logs of every process. Leaving the ``with`` block removes all
+    that was made and lifts every fault; after a kill -9 of the runner the next start does, on
+    hosts over ssh the host itself.
     """
 
-    def __init__(self, directory: Path) -> None:
-        """Have no host yet; see `local`."""
+    def __init__(self, directory: Path, scratch: Path) -> None:
+        """Have no host yet; see `local` and `over_ssh`. `scratch` goes with the cluster."""
         self.directory = directory
         self.hosts: tuple[Host, ...] = ()
+        self._scratch = scratch
         self._names: Names | None = None
         self._cuts = shaping.Cuts(())
 
@@ -50,10 +57,10 @@ class Cluster(Closing):
         if disk < _LEAST_DISK:
             raise ConfigError(f"disk={disk} B is less than {_LEAST_DISK} B")
         tools.need_root()
-        tools.need(tools.PACKAGES)
+        tools.need(tools.LOCAL)
         sweep.sweep()
         made = names.claim()
-        cluster = cls(directory or made.folder / "logs")
+        cluster = cls(directory or made.folder / "logs", made.folder)
         cluster._names = made
         try:
             network.make_switch(made)
@@ -69,8 +76,38 @@ class Cluster(Closing):
             raise
         return cluster
 
+    @classmethod
+    def over_ssh(cls, inventory: Inventory, *, directory: Path | None = None) -> Self:
+        """Take the hosts of an inventory; they are given back as they were found.
+
+        Logs are kept in `directory` where it is given, else they go with the cluster. Raises
+        `UnavailableError` where a host cannot be reached, is in use by another cluster, does not
+        import this kvconnect, or lacks what its faults need.
+        """
+        tools.need(["ssh"])
+        inventory.check("inventory")
+        sweep.sweep_folders(names.SSH_BASE)
+        scratch = names.claim_folder(names.SSH_BASE)
+        cluster = cls(directory or scratch / "logs", scratch)
+        made: list[SshHost] = []
+        try:
+            for index, entry in enumerate(inventory.host):
+                logs = cluster.directory / entry.name
+                logs.mkdir(parents=True, exist_ok=True)
+                socket = scratch / f"ssh{index}"
+                made.append(SshHost(index, entry, inventory.options, logs, socket))
+                cluster.hosts = tuple(made)
+            for host in made:
+                host.meet(made)
+            cluster._join()
+        except BaseException:
+            cluster.close()
+            raise
+        return cluster
+
     def _join(self) -> None:
-        self._cuts = shaping.Cuts([host.address for host in self.hosts])
+        rigid = {host.index: host.rigid for host in self.hosts if host.rigid}
+        self._cuts = shaping.Cuts([host.address for host in self.hosts], rigid)
         for host in self.hosts:
             host.join(self._cuts, self._apply)
 
@@ -89,10 +126,12 @@ class Cluster(Closing):
 
         A second partition takes the place of the first.
         """
-        self._cuts.heal(None)
+        links: dict[int, list[int]] = {}
         for number, group in enumerate(groups):
-            others = [i for other in groups[number + 1 :] for i in other]
-            self._cuts.cut(None, {self.host(i).index: others for i in group})
+            others = [self.host(i).index for other in groups[number + 1 :] for i in other]
+            for i in group:
+                links.setdefault(self.host(i).index, []).extend(others)
+        self._cuts.cut(None, links, instead=True)
         self._apply()
 
     def heal(self) -> None:
@@ -100,10 +139,28 @@ class Cluster(Closing):
         self._cuts.heal_all()
         self._apply()
 
+    def reset(self, rate: str | None = None) -> None:
+        """Kill all processes, lift all faults and remove all data; then shape all to `rate`.
+
+        The hosts are as new, but for their ports and logs.
+        """
+        self._cuts.heal_all()
+        for host in self.hosts:
+            self._cuts.lose(host.index, None)
+        self._apply()
+        for host in self.hosts:
+            host.reset()
+            host.shape(rate)
+
     def close(self) -> None:
         """Kill everything and remove all that was made; the second call does nothing."""
-        for host in self.hosts:
-            host.close()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._remove)
+            for host in self.hosts:
+                stack.callback(host.close)
+
+    def _remove(self) -> None:
         if self._names is not None:
             sweep.remove(self._names)
             self._names = None
+        shutil.rmtree(self._scratch, ignore_errors=True)

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import msgspec
-
 from kvconnect.backend import Closing
-from kvconnect.errors import ConfigError, TransferTimeoutError, UnavailableError
+from kvconnect.errors import UnavailableError
 from kvconnect.testing.cluster import keeper
-
-_SECONDS = 30.0
+from kvconnect.testing.cluster.talk import SECONDS, End, Talk
 
 EVERYBODY = -1
 
@@ -45,21 +40,6 @@ exec "$@"
 # go between its listing and its unmounting: an owner that removes the folder takes the copy along.
 
 
-class _Message(msgspec.Struct):
-    number: int = -1
-    pid: int = 0
-    error: str = ""
-    ended: int = 0
-    code: int = 0
-
-
-class _End:
-    """When a process has ended, its code."""
-
-    def __init__(self) -> None:
-        self.known, self.code = threading.Event(), -int(signal.SIGKILL)
-
-
 class Control(Closing):
     """A running host: namespaces for processes, mounts, names, and the keeper inside.
 
@@ -68,10 +48,7 @@ class Control(Closing):
 
     def __init__(self, namespace: str, name: str, boot: Path, hosts: Path, disk: Path) -> None:
         """Start it in a network namespace; `boot` and `hosts` are its boot id and /etc/hosts."""
-        self._name = name
-        self._lock, self._number, self.pid = threading.Lock(), 0, 0
-        self._answers: queue.SimpleQueue[tuple[_Message, _End] | None] = queue.SimpleQueue()
-        self._ends: dict[int, _End] = {}  # of the reader's alone
+        self._name, self.pid = name, 0
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         runner = os.pidfd_open(os.getpid())
         inside = [str(boot), str(hosts), str(disk), name, sys.executable, "-I", "-S"]
@@ -89,13 +66,15 @@ class Control(Closing):
         )
         theirs.close()
         os.close(runner)
-        self._reader = threading.Thread(target=self._listen, name=f"{name} keeper", daemon=True)
-        self._reader.start()
+        self._talk = Talk(name, self._send, lambda: self._socket.recv(keeper.LIMIT))
         self._started()
+
+    def _send(self, data: bytes, fds: Sequence[int]) -> None:
+        socket.send_fds(self._socket, [data], fds)
 
     def _started(self) -> None:
         try:
-            self._answer(0)
+            self._talk.answer(0)
         except UnavailableError:
             assert self._process.stderr is not None
             words = self._process.stderr.read().decode(errors="replace").strip()
@@ -104,69 +83,19 @@ class Control(Closing):
         children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
         self.pid = int(children.read_text(encoding="ascii").split()[0])
 
-    def _listen(self) -> None:
-        decoder = msgspec.json.Decoder(_Message)
-        with contextlib.suppress(OSError):
-            while data := self._socket.recv(keeper.LIMIT):
-                message = decoder.decode(data)
-                if message.ended:
-                    self._ended(message.ended, message.code)
-                    continue
-                end = _End()
-                if message.pid:
-                    self._ends[message.pid] = end
-                self._answers.put((message, end))
-        self._answers.put(None)
-        for pid in list(self._ends):
-            self._ended(pid, -int(signal.SIGKILL))
-
-    def _ended(self, pid: int, code: int) -> None:
-        end = self._ends.pop(pid, None)
-        if end is not None:
-            end.code = code
-            end.known.set()
-
-    def _answer(self, number: int) -> tuple[_Message, _End]:
-        while True:
-            try:
-                answer = self._answers.get(timeout=_SECONDS)
-            except queue.Empty:
-                raise TransferTimeoutError(
-                    f"{self._name} does not answer for {_SECONDS:g} s"
-                ) from None
-            if answer is None:
-                self._answers.put(None)
-                raise UnavailableError(f"{self._name} is down")
-            if answer[0].number == number:
-                return answer
-
-    def _ask(self, order: Mapping[str, object], fds: Sequence[int]) -> tuple[_Message, _End]:
-        with self._lock:
-            self._number += 1
-            data = msgspec.json.encode({"number": self._number, **order})
-            if len(data) > keeper.LIMIT:
-                raise ConfigError(
-                    f"arguments and environment of {len(data)} B are over {keeper.LIMIT} B"
-                )
-            try:
-                socket.send_fds(self._socket, [data], fds)
-            except OSError as error:
-                raise UnavailableError(f"{self._name} is down: {error}") from error
-            return self._answer(self._number)
-
     def start(
         self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, fds: Sequence[int]
     ) -> LocalChild:
         """Start a process with these as stdin, stdout and stderr; the caller closes its own."""
         order = {"argv": list(argv), "env": dict(env), "cwd": str(cwd)}
-        answer, end = self._ask(order, fds)
+        answer, end = self._talk.ask(order, fds)
         if answer.error:
             raise UnavailableError(f"{argv[0]} does not start on {self._name}: {answer.error}")
         return LocalChild(self, answer.pid, end)
 
     def signal(self, pid: int, number: int) -> None:
         """Send a signal to a process's group, or to `EVERYBODY`."""
-        self._ask({"pid": pid, "signal": int(number)}, ())
+        self._talk.ask({"pid": pid, "signal": int(number)})
 
     def close(self) -> None:
         """Kill everything on the host; the second call does nothing."""
@@ -176,10 +105,10 @@ class Control(Closing):
                     os.kill(self.pid, signal.SIGKILL)
             else:
                 self._process.kill()
-            self._process.wait(_SECONDS)
+            self._process.wait(SECONDS)
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._reader.join(_SECONDS)
+        self._talk.join()
         self._socket.close()
         assert self._process.stderr is not None
         self._process.stderr.close()
@@ -188,7 +117,7 @@ class Control(Closing):
 class LocalChild:
     """A process that a keeper started."""
 
-    def __init__(self, control: Control, pid: int, end: _End) -> None:
+    def __init__(self, control: Control, pid: int, end: End) -> None:
         """Describe a process by its id on the host; `end` is set when it has ended."""
         self._control, self.pid, self._end = control, pid, end
 

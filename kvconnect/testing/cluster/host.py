@@ -64,6 +64,11 @@ class Host(Closing, abc.ABC):
         """Show where it is."""
         return f"{type(self).__name__}({self.name}, {self.address})"
 
+    @property
+    def rigid(self) -> str:
+        """Why its network takes no faults; empty where it does."""
+        return ""
+
     def join(self, cuts: shaping.Cuts, apply: Callable[[], None]) -> None:
         """Become part of a cluster: `cuts` is shared by all, `apply` sets its rules everywhere."""
         self._cuts, self._apply = cuts, apply
@@ -237,7 +242,10 @@ class Host(Closing, abc.ABC):
 
     @abc.abstractmethod
     def shape(self, rate: str | None) -> None:
-        """Limit what the host sends, and on this machine what it receives too; None lifts it."""
+        """Limit what the host sends, and on this machine what it receives too; None lifts it.
+
+        Over ssh it is what it sends to the other hosts.
+        """
 
     @abc.abstractmethod
     def fill_disk(self, leave: int = 0) -> int:
@@ -250,6 +258,16 @@ class Host(Closing, abc.ABC):
     @abc.abstractmethod
     def power_cut(self) -> None:
         """Cut its power and switch it on again: see `LocalHost`; `CapabilityError` over ssh."""
+
+    def reset(self) -> None:
+        """Kill all processes, free the disk and remove all that is in `directory`."""
+        self.kill()
+        for process in self._processes:
+            process.close()
+        self.free_disk()
+        done = self.run(_WIPE, timeout=_ADMIN_SECONDS)
+        if done.returncode:
+            raise UnavailableError(f"{self.name}: {self.directory} stays: {done.stderr}")
 
     def counts(self, pid: int) -> Counts:
         """Count what a process holds, by its id on the host; `UnavailableError` if it is gone."""
@@ -275,6 +293,9 @@ class Host(Closing, abc.ABC):
 
 
 _STATUS = ("Threads", "VmRSS")
+
+_WIPE = ["find", ".", "-mindepth", "1", "-maxdepth", "1", "!", "-name", "lost+found"]
+_WIPE += ["-exec", "rm", "-rf", "{}", "+"]
 
 
 def _text(file: BinaryIO) -> str:

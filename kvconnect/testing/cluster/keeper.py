@@ -22,8 +22,11 @@ LIMIT = 1 << 20
 """Bytes of a message at most."""
 
 
-def _start(order: dict[str, Any], fds: list[int]) -> dict[str, Any]:
-    """Start a process in a session of its own; answer with its id once it is what was asked for."""
+def start(order: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+    """Start a process in a session of its own; answer with its id once it is what was asked for.
+
+    `fds` become its stdin, stdout and stderr.
+    """
     failed, fail = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -75,14 +78,20 @@ def _say(control: socket.socket, message: dict[str, Any]) -> None:
     control.sendall(json.dumps(message).encode())
 
 
-def _obey(control: socket.socket) -> None:
+def receive(control: socket.socket) -> tuple[bytes, list[int]]:
+    """Take a message and up to three descriptors, which no process started later gets."""
     data, fds, _, _ = socket.recv_fds(control, LIMIT, 3)
     for fd in fds:  # recv_fds takes flags and ignores them
         os.set_inheritable(fd, False)  # noqa: FBT003
+    return data, fds
+
+
+def _obey(control: socket.socket) -> None:
+    data, fds = receive(control)
     if not data:
         os._exit(0)
     order = json.loads(data)
-    answer = _start(order, fds) if "argv" in order else _signal(order)
+    answer = start(order, fds) if "argv" in order else _signal(order)
     for fd in fds:
         os.close(fd)
     _say(control, {"number": order["number"], **answer})

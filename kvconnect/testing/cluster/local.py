@@ -51,7 +51,7 @@ class LocalHost(Host):
         boot.write_text(f"{uuid.uuid4()}\n", encoding="ascii")
         network.attach(self._names, self.index)
         self._namespace = self._names.host(self.index)
-        self.admin(["iptables-restore", "--noflush"], _jump(self._names.chain))
+        self.admin(["iptables-restore", "--noflush"], shaping.jump(self._names.chain, DEVICE))
         self.set_rules(self._sources)
         self.shape(self._rate)
         hosts = self._folder / "hosts"
@@ -116,10 +116,11 @@ class LocalHost(Host):
         ends = [(self._namespace, DEVICE), (self._names.switch, self._names.port(self.index))]
         for namespace, device in ends:
             inside = ["ip", "netns", "exec", namespace]
+            there = " htb " in call([*inside, "tc", "qdisc", "show", "dev", device])
             if rate is not None:
-                for command in shaping.limit(device, rate):
+                for command in shaping.limit(device, rate, there=there):
                     call([*inside, *command])
-            elif " htb " in call([*inside, "tc", "qdisc", "show", "dev", device]):
+            elif there:
                 call([*inside, *shaping.unlimit(device)])
         self._rate = rate
 
@@ -148,7 +149,3 @@ class LocalHost(Host):
         """Kill everything on it; the second call does nothing. Its cluster removes the rest."""
         self._control.close()
         super().close()
-
-
-def _jump(chain: str) -> str:
-    return f"*filter\n:{chain} - [0:0]\n-I INPUT -i {DEVICE} -j {chain}\nCOMMIT\n"

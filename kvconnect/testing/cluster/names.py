@@ -21,6 +21,9 @@ from kvconnect.errors import UnavailableError
 BASE = Path("/var/tmp/kvconnect-clusters")  # noqa: S108 - made 0700 and owned by root
 """One folder per cluster. Not under /run: disk images need a file system with direct I/O."""
 
+SSH_BASE = Path(f"/var/tmp/kvconnect-ssh-{os.geteuid()}")  # noqa: S108 - checked to be ours
+"""One folder per cluster over ssh. A short path, because sockets lie in it."""
+
 DEVICE = "eth0"
 """The network device inside a host."""
 
@@ -86,41 +89,58 @@ class Names:
         """Return the IPv4 address of a host."""
         return f"{_SUBNET}.{index + 1}"
 
-    def owner(self) -> Owner | None:
-        """Read who made the cluster; None where the record is unreadable."""
-        try:
-            return msgspec.json.decode((self.folder / "owner").read_bytes(), type=Owner)
-        except (OSError, msgspec.MsgspecError):
-            return None
+    def orphaned(self) -> bool:
+        """Tell whether who made the cluster is gone, or unknown."""
+        return orphaned(self.folder)
 
 
 def claim() -> Names:
-    """Make the folder of a new cluster, owned by this process.
+    """Make the folder of a new cluster, owned by this process."""
+    return Names(claim_folder(BASE).name)
+
+
+def claim_folder(base: Path) -> Path:
+    """Make a folder below `base` that is owned by this process.
 
     The record comes first and the folder's name last: a folder that others see has an owner.
     """
     try:
-        BASE.mkdir(mode=0o700, exist_ok=True)
+        base.mkdir(mode=0o700, exist_ok=True)
+        if base.is_symlink() or base.stat().st_uid != os.geteuid():
+            raise PermissionError("it is not this user's own")
     except OSError as error:
-        raise UnavailableError(f"cannot make {BASE} for clusters: {error}") from error
-    names = Names(secrets.token_hex(4))
-    new = BASE / f"{_NEW}{names.ident}"
+        raise UnavailableError(f"cannot make {base} for clusters: {error}") from error
+    ident = secrets.token_hex(4)
+    new = base / f"{_NEW}{ident}"
     new.mkdir(mode=0o700)
     (new / "owner").write_bytes(msgspec.json.encode(Owner.this()))
-    new.rename(names.folder)
-    return names
+    return new.rename(base / ident)
 
 
 def claimed() -> list[Names]:
     """List every cluster of this machine that has a folder, dead or alive."""
-    if not BASE.is_dir():
+    return [Names(folder.name) for folder in claimed_folders(BASE)]
+
+
+def claimed_folders(base: Path) -> list[Path]:
+    """List the folders below `base` that somebody claimed."""
+    if not base.is_dir():
         return []
-    return [Names(p.name) for p in sorted(BASE.iterdir()) if not p.name.startswith(_NEW)]
+    return [path for path in sorted(base.iterdir()) if not path.name.startswith(_NEW)]
 
 
-def drop_unfinished(older_than: float) -> None:
+def orphaned(folder: Path) -> bool:
+    """Tell whether the owner of a claimed folder is gone, or unknown."""
+    try:
+        owner = msgspec.json.decode((folder / "owner").read_bytes(), type=Owner)
+    except (OSError, msgspec.MsgspecError):
+        return True
+    return not owner.alive()
+
+
+def drop_unfinished(older_than: float, base: Path = BASE) -> None:
     """Remove folders whose `claim` was killed before its end; `older_than` in Unix seconds."""
-    for path in BASE.glob(f"{_NEW}*"):
+    for path in base.glob(f"{_NEW}*"):
         with contextlib.suppress(FileNotFoundError):
             if path.stat().st_mtime < older_than:
                 shutil.rmtree(path)

@@ -17,15 +17,13 @@ from kvconnect.config import parse_options
 from kvconnect.disagg.keys import Keys
 from kvconnect.disagg.options import EndpointOptions
 from kvconnect.errors import ConfigError
-from kvconnect.identity import Identity
-from kvconnect.layouts import itemsize_of
-from kvconnect.placement import Placement, Span
 from kvconnect.testing.cluster.content import Content
 from kvconnect.testing.cluster.events import Command
+from kvconnect.testing.cluster.rank_shape import Positive, RankShape
 
 
-class RankConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One rank. `layers` and `heads` are those of the whole model, `stage` is what it holds.
+class RankConfig(RankShape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One rank.
 
     `host` is its address for the transport and `listen` where a prefill rank takes control
     connections; both are on the cluster's network, for which `keys` are needed. A rank that is
@@ -41,28 +39,15 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     keys: Keys | None = None
     fleet: str
     ranks: int
-    layout: str
-    dtype: str = "bfloat16"
-    page_size: int
-    unit: int
-    layers: int
-    heads: int
-    head_dim: int
-    v_head_dim: int
-    stage: tuple[int, int] | None = None
-    tp_rank: int = 0
-    tp_size: int = 1
-    head_blocks: int | None = None
-    pages: int
-    seed: int
+    unit: Positive
     deadline: float = 10.0
     grace: float = 2.0
-    transport_options: dict[str, str | int | float] = {}
-    endpoint: dict[str, str | int | float] = {}
+    transport_options: dict[str, str | int | float] = msgspec.field(default_factory=dict)
+    endpoint: dict[str, str | int | float] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse what no rank can be; `ConfigError` names the field."""
-        if self.unit < 1 or self.page_size % self.unit:
+        if self.page_size % self.unit:
             raise ConfigError(
                 f"unit is {self.unit} slots, pages have {self.page_size}; it must divide them"
             )
@@ -73,40 +58,9 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             )
 
     @property
-    def placement(self) -> Placement:
-        """The layers and heads that it holds."""
-        start, stop = self.stage or (0, self.layers)
-        return Placement.tensor_parallel(
-            layers=Span(start, stop, self.layers),
-            heads=self.heads,
-            rank=self.tp_rank,
-            size=self.tp_size,
-        )
-
-    @property
-    def identity(self) -> Identity:
-        """What fixes the bytes; the seed is the weights'."""
-        return Identity(
-            model="kvconnect/cluster-test",
-            weights=f"seed {self.seed}",
-            dtype=self.dtype,
-            page_size=self.page_size,
-            layers=self.layers,
-            heads=self.heads,
-            head_dim=self.head_dim,
-            v_head_dim=self.v_head_dim,
-        )
-
-    @property
     def content(self) -> Content:
         """What every number must contain."""
-        return Content(
-            seed=self.seed,
-            page_size=self.unit,
-            head_dim=self.head_dim,
-            v_head_dim=self.v_head_dim,
-            itemsize=itemsize_of(self.dtype),
-        )
+        return self.content_of(self.unit)
 
     @property
     def options(self) -> EndpointOptions:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import queue
 import sys
 import threading
@@ -23,37 +22,26 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import msgspec
 
 from kvconnect.disagg.decode import DecodeEndpoint
 from kvconnect.disagg.prefill import PrefillEndpoint
-from kvconnect.disagg.requests import Request, RequestOutcome, RequestState
+from kvconnect.disagg.requests import Request, RequestOutcome
 from kvconnect.disagg.transports import open_transport
 from kvconnect.errors import ConfigError, KVConnectError, TransferTimeoutError
 from kvconnect.hostpool import HostPool
 from kvconnect.testing.cluster import pd_messages as words
-from kvconnect.testing.cluster.events import Call, Event, Lines, Said, State
+from kvconnect.testing.cluster.events import Call, Lines, Said, State
+from kvconnect.testing.cluster.page_book import PageBook, Pages
 from kvconnect.testing.cluster.pd_messages import RankConfig
 from kvconnect.testing.cluster.pd_rank_flip import Flipping
-from kvconnect.testing.cluster.pd_rank_pages import PageBook, Pages
-from kvconnect.testing.handles import handles
+from kvconnect.testing.cluster.voice import Voice, state
 
 log = logging.getLogger("kvconnect.testing.cluster")
 
 _LOOK_SECONDS = 0.5
-
-_KINDS = (
-    ("checksum", "CHECKSUM"),
-    ("were confirmed", "SIZE_MISMATCH"),
-    ("deadline", "TIMEOUT"),
-    ("was lost", "PEER_LOST"),
-    ("gave up", "PEER_GAVE_UP"),
-    ("the user has left", "CANCELLED"),
-)
-"""Why a request failed, in a word, by what its reason says; the first that is found counts."""
 
 
 @dataclass(eq=False)
@@ -71,9 +59,9 @@ class _Load:
 class PDRank:
     """One rank: its pool, its endpoint, and what is under way."""
 
-    def __init__(self, config: RankConfig, stack: ExitStack, out: TextIO) -> None:
+    def __init__(self, config: RankConfig, stack: ExitStack, voice: Voice) -> None:
         """Open the transport and start to listen, where it is a prefill rank."""
-        self.config, self._out = config, out
+        self.config, self._say = config, voice.say
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._calls, self._held, self._running = 0, dict[str, _Load](), True
         options = dict(config.transport_options)
@@ -97,18 +85,7 @@ class PDRank:
         self._say(Said(number=0, value=msgspec.Raw(msgspec.json.encode(ready))))
 
     def _make_pool(self) -> HostPool:
-        c, place = self.config, self.config.placement
-        plan = HostPool.plan(
-            layout=c.layout,
-            pages=c.pages,
-            page_size=c.page_size,
-            layers=place.layers.extent,
-            heads=place.heads.extent,
-            head_dim=c.head_dim,
-            v_head_dim=c.v_head_dim,
-            dtype=c.dtype,
-            head_blocks=c.head_blocks,
-        )
+        plan = self.config.plan()
         return plan.place(self._transport.allocate(plan.nbytes, plan.label))
 
     def serve(self) -> None:
@@ -273,9 +250,6 @@ class PDRank:
         self._say(Call(op="transfer", worker=name, number=number, reused=reused, **fields))
 
     def _state(self) -> State:
-        with Path("/proc/self/statm").open() as file:
-            rss = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        fds, threads = handles()
         quarantined = self._end.quarantined() if self.config.role == "decode" else []
         stats = {
             "requests": len(self._held),
@@ -283,18 +257,8 @@ class PDRank:
             "peers": len(self._end.peers),
             "free_slots": self._end.ring.free,
         }
-        return State(
-            worker=self.config.name,
-            at=time.monotonic(),
-            fds=fds,
-            threads=threads,
-            rss=rss,
-            quarantined=len(quarantined) * self._book.page_nbytes,
-            stats={k: float(v) for k, v in (stats | self._end.counters()).items()},
-        )
-
-    def _say(self, event: Event) -> None:
-        self._out.write(Lines.write(event) + "\n")
+        held = len(quarantined) * self._book.page_nbytes
+        return state(self.config.name, held, stats | self._end.counters())
 
     def _close(self) -> None:
         """Close the endpoint; a peer that is stopped is cut off by closing the transport first."""
@@ -306,26 +270,18 @@ class PDRank:
 
 
 def _kind(outcome: RequestOutcome) -> str:
-    if outcome.state is RequestState.UNDER_WAY:
-        return "UNDER_WAY"
-    return next((kind for words, kind in _KINDS if words in outcome.reason), "FAILED")
-
-
-def _own_stdout() -> TextIO:
-    """Keep stdout for events: what libraries print goes to stderr."""
-    out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    return out
+    """Return why a request is no success, in a word."""
+    return "UNDER_WAY" if outcome.cause is None else outcome.cause.name
 
 
 def main() -> int:
     """Be one rank; 2 with one line on stderr where it cannot be started."""
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
-    out = _own_stdout()
+    voice = Voice()
     try:
         config = msgspec.json.decode(sys.stdin.readline(), type=RankConfig)
         with ExitStack() as stack:
-            PDRank(config, stack, out).serve()
+            PDRank(config, stack, voice).serve()
     except (KVConnectError, msgspec.MsgspecError) as error:
         sys.stderr.write(f"kvconnect: {error}\n")
         return 2

@@ -24,10 +24,18 @@ _PROCESS_SECONDS = 10.0
 def sweep() -> list[str]:
     """Remove the clusters of dead owners; return their identifiers."""
     names.drop_unfinished(time.time() - _UNFINISHED_SECONDS)
-    dead = [n for n in names.claimed() if (owner := n.owner()) is None or not owner.alive()]
+    dead = [cluster for cluster in names.claimed() if cluster.orphaned()]
     for cluster in dead:
         remove(cluster)
     return [cluster.ident for cluster in dead]
+
+
+def sweep_folders(base: Path) -> None:
+    """Remove the folders below `base` whose owner is gone."""
+    names.drop_unfinished(time.time() - _UNFINISHED_SECONDS, base)
+    for folder in names.claimed_folders(base):
+        if names.orphaned(folder):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove(cluster: Names) -> None:

@@ -23,8 +23,13 @@ PACKAGES = {
     "mkfs.ext4": "e2fsprogs",
     "unshare": "util-linux",
     "cp": "coreutils",
+    "ssh": "openssh-client",
+    "sudo": "sudo",
 }
 """Tool and the Debian package that has it."""
+
+LOCAL = tuple(tool for tool in PACKAGES if tool not in {"ssh", "sudo"})
+"""What a cluster on this machine needs."""
 
 _SECONDS = 60.0
 

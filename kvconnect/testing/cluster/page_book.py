@@ -1,8 +1,8 @@
-"""The pages of a P/D rank worker: what lies in each, and whether it still does.
+"""The pages of a worker's pool: what lies in each, and whether it still does.
 
 A free page is never empty: it is painted with a pattern of its own, as if somebody else used
 it. So a byte that arrives after its page was handed out again is seen: at the next look, or when
-the page is taken for the next request. What a request brought is compared with
+the page is taken for the next call. What a call brought is compared with
 `kvconnect.testing.cluster.content`, which knows nothing of plans, strides or ranks.
 """
 

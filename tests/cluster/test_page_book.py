@@ -7,7 +7,7 @@ from kvconnect.errors import CapacityError
 from kvconnect.hostpool import HostPool
 from kvconnect.placement import Placement
 from kvconnect.testing.cluster.content import Content
-from kvconnect.testing.cluster.pd_rank_pages import PageBook
+from kvconnect.testing.cluster.page_book import PageBook
 
 CONTENT = Content(seed=3, page_size=4, head_dim=8, v_head_dim=6, itemsize=2)
 NUMBERS = (11, 5, 7)

@@ -1,0 +1,84 @@
+"""`kvconnect cluster`: scenarios of several hosts, on this machine or on an existing cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from kvconnect.testing.cluster.running import Wanted
+
+app = typer.Typer(
+    help="Run scenarios of several hosts under faults, and judge what must hold.",
+    no_args_is_help=True,
+)
+
+Out = Annotated[Path, typer.Option(help="Folder below which each run gets its own.")]
+
+
+@app.command("list")
+def list_scenarios() -> None:
+    """List the scenarios: hosts, seconds in short and in full, what they are about."""
+    from kvconnect.testing.cluster import catalog  # noqa: PLC0415 - only when the command runs
+
+    for one in catalog.everything():
+        length = f"{one.seconds.short:g} s / {one.seconds.full:g} s"
+        typer.echo(f"{one.name:<16} {one.hosts}-{one.most} hosts  {length:>13}  {one.about}")
+
+
+@app.command("run")
+def run_scenario(
+    name: Annotated[str, typer.Argument(help="A scenario's name, or a file of yours, X.toml.")],
+    hosts: Annotated[int | None, typer.Option(min=1, help="Hosts; as few as it takes.")] = None,
+    seed: Annotated[int, typer.Option(help="Draws pages, requests and random faults.")] = 1,
+    duration: Annotated[
+        float | None, typer.Option(min=1, help="Seconds of load; the short length by default.")
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="The full length.")] = False,
+    inventory: Annotated[
+        Path | None, typer.Option(help="hosts.toml of an existing cluster, over ssh.")
+    ] = None,
+    out: Out = Path("cluster-runs"),
+) -> None:
+    """Run a scenario and write its report; exit code 1 unless all invariants held."""
+    from kvconnect.testing.cluster import catalog, running  # noqa: PLC0415
+
+    scenario = catalog.find(name)
+    seconds = scenario.seconds.full if full and duration is None else duration
+    _perform(
+        running.Wanted(
+            scenario=scenario, seed=seed, seconds=seconds, hosts=hosts, inventory=inventory
+        ),
+        out,
+    )
+
+
+@app.command()
+def replay(
+    result: Annotated[Path, typer.Argument(help="RESULT.json of an earlier run.")],
+    out: Out = Path("cluster-runs"),
+) -> None:
+    """Run the same scenario again, with the same seed, length and hosts."""
+    from kvconnect.testing.cluster import running  # noqa: PLC0415
+
+    _perform(running.again(result), out)
+
+
+@app.command()
+def sweep() -> None:
+    """Remove what runs that were killed have left on this machine."""
+    from kvconnect.testing.cluster.sweep import sweep as remove  # noqa: PLC0415
+
+    for gone in remove():
+        typer.echo(f"removed what {gone} left")
+
+
+def _perform(wanted: Wanted, out: Path) -> None:
+    from kvconnect.testing.cluster import running  # noqa: PLC0415
+
+    done = running.perform(wanted, running.folder_of(wanted, out), typer.echo)
+    for line in running.summary(done):
+        typer.echo(line)
+    raise typer.Exit(0 if done.report.passed else 1)
