@@ -177,6 +177,24 @@ def test_a_volatile_store_may_lose_what_was_acknowledged_before_the_fault_alone(
     only(judged(ended), "durable")
 
 
+def test_what_was_acknowledged_just_before_the_fault_may_be_unsettled():
+    entries = story()
+    entries[-2] = Verified(at=20.5, group="w", ok=PAGES[1:], missing=(0,))
+    last = Ledger(MEMBERS, sorted(entries, key=lambda e: e.at)).acknowledged("w")[0]
+
+    def killed(began, unsettled):
+        return [
+            msgspec.structs.replace(e, began=began, unsettled=unsettled)
+            if isinstance(e, Deed) and e.what == "applied"
+            else e
+            for e in entries
+        ]
+
+    assert not [f for f in judged(killed(last + 0.5, 1.0)) if f.invariant == "durable"]
+    assert [f for f in judged(killed(last + 1.5, 1.0)) if f.invariant == "durable"]
+    assert [f for f in judged(killed(last + 0.5, 0.0)) if f.invariant == "durable"]
+
+
 def changed_ack(entry, acked):
     if not isinstance(entry.event, Call) or not entry.event.acked:
         return entry

@@ -52,10 +52,11 @@ class Breaker:
             self._do_alone(plan, what)
 
     def _do_alone(self, plan: Planned, what: str) -> None:
-        began, words, dropped, keeps = time.monotonic(), "", 0, True
+        began, words, dropped = time.monotonic(), "", 0
+        keeps, unsettled = self._keeps(plan.fault, what), 0.0
         try:
             if what == "applied":
-                keeps = self._keeps(plan.fault)
+                unsettled = max((one.settles for one in self._hit(plan.fault)), default=0.0)
                 self._apply(plan)
             else:
                 dropped = self._dropped(plan.fault)
@@ -71,6 +72,7 @@ class Breaker:
                 words=words or plan.words,
                 dropped=dropped,
                 keeps=keeps,
+                unsettled=unsettled,
             )
         )
 
@@ -82,12 +84,19 @@ class Breaker:
         named = [self._topology.services[name] for name in fault.services]
         return named + [one for host in fault.hosts for one in self._on(host)]
 
-    def _keeps(self, fault: FaultSpec) -> bool:
-        """Tell whether the services that it ends, or cuts off, promise to keep all."""
-        if fault.kind in {"shape", "drop", "fill_disk"}:
+    def _keeps(self, fault: FaultSpec, what: str) -> bool:
+        """Tell whether the services that it ends, cuts off or starves promise to keep all."""
+        if fault.kind in {"shape", "drop"}:
             return True
+        if fault.kind == "fill_disk":
+            # A store that cannot grow evicts for what is new, for as long as the disk is full.
+            return not any(one.evicts for one in self._services(fault))
+        return what != "applied" or all(one.keeps == "all" for one in self._hit(fault))
+
+    def _hit(self, fault: FaultSpec) -> list[Service]:
+        """Return the services that it ends or cuts off."""
         parted = [one for group in fault.groups for host in group for one in self._on(host)]
-        return all(one.keeps == "all" for one in (*self._services(fault), *parted))
+        return [*self._services(fault), *parted]
 
     def _on(self, host: int) -> list[Service]:
         return self._topology.services_on(host)

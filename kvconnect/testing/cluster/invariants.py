@@ -92,12 +92,14 @@ def _kept(run: Run) -> Iterator[Finding]:
     ledger = Ledger(run.members, run.entries)
     harm = [e.began for e in run.entries if isinstance(e, Deed) and not e.keeps]
     since = max(harm, default=None) if run.limits.lost == "volatile" else None
+    fresh = [(e.began - e.unsettled, e.began) for e in run.entries if isinstance(e, Deed)]
     for group in ledger.groups:
         looks = [e for e in run.entries if isinstance(e, Verified) and e.group == group]
         there = {page for look in looks for page in look.ok}
         missing = {page for look in looks for page in look.missing} - there
         pages = ledger.acknowledged(group)
-        due = {page for page, at in pages.items() if since is None or at > since}
+        old = {page for page, at in pages.items() if since is None or at > since}
+        due = {page for page in old if not any(a <= pages[page] <= b for a, b in fresh if a < b)}
         if lost := sorted(due & missing):
             words = f"{len(lost)} of {len(due)} acknowledged pages of {group} are lost: "
             yield _found("durable", words + _few(lost), looks[-1])

@@ -63,7 +63,8 @@ class Deed(msgspec.Struct, frozen=True, kw_only=True, tag="deed"):
     """A fault was applied or lifted; `at` is when that was done, `began` when it was begun.
 
     `dropped` counts the packets that the targets dropped while it lasted, `keeps` whether the
-    services that it ended or cut off keep what they were told.
+    services that it ended or cut off keep what they were told. `unsettled`: seconds before
+    `began` in which what they were told last may be lost all the same.
     """
 
     at: float
@@ -73,6 +74,7 @@ class Deed(msgspec.Struct, frozen=True, kw_only=True, tag="deed"):
     words: str = ""
     dropped: int = 0
     keeps: bool = True
+    unsettled: float = 0.0
 
 
 class Verified(msgspec.Struct, frozen=True, kw_only=True, tag="verified"):

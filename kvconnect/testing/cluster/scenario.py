@@ -193,7 +193,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """What must hold beyond what always must. Growth is per process, from warm-up to the end.
 
     `lost`: "none", every acknowledged page is there at the end; "volatile", but for those last
-    acknowledged before a fault ended a process that kept them; "any", nothing is promised.
+    acknowledged before a fault ended a process that kept them, or filled the disk that they are
+    on; "any", nothing is promised.
     `damage`: the scenario changes bytes, so that checksums may disagree.
     """
 

@@ -51,6 +51,8 @@ class Service(Closing):
     keeps: Keeps = "all"
     settles: float = 0.0
     """Seconds that a page must have been acknowledged before a death to be kept by it."""
+    evicts: ClassVar[bool] = False
+    """Whether a full disk of its host costs old pages: it is a cache, and new ones go first."""
 
     def __init__(
         self, name: str, host: Host, of: Service | None, options: Mapping[str, Value]

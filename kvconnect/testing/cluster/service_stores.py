@@ -27,6 +27,7 @@ class Nvme(Service):
     """
 
     kind = "nvme"
+    evicts = True
 
     def __init__(
         self, name: str, host: Host, of: Service | None, options: Mapping[str, Value]
