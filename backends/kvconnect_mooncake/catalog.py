@@ -21,6 +21,12 @@ RECORD_MAGIC = b"kvr1"
 """Before every record: the library stores nothing empty."""
 PAUSE = 0.05
 
+_CONTENDED: tuple[int, ...] = (
+    Code.REFUSED, Code.NOT_OURS, Code.NOT_READY, Code.ABSENT, Code.EXISTS, Code.LEASED,
+)  # fmt: skip
+"""What one of two is told who put the same record at once, as all ranks of a fleet do that start
+together."""
+
 
 def exists(core: Core, keys: Sequence[str], nbytes: Sequence[int]) -> NDArray[np.bool_]:
     """Tell which keys are there with these sizes, on an owner that answers: (keys,) bool."""
@@ -122,15 +128,17 @@ def put_record(core: Core, name: str, value: bytes) -> None:
         raise ConfigError(
             f"mooncake: record {name!r} has {len(value)} B; at most {MAX_RECORD_BYTES} B are kept"
         )
-    key, until = core.names.record(name), time.monotonic() + core.options.space_wait
+    key, now = core.names.record(name), time.monotonic()
+    limits = dict.fromkeys(_CONTENDED, now + core.options.rpc_timeout)
+    limits[Code.NO_SPACE] = now + core.options.space_wait
     while True:
         code = core.ask(lambda: core.client.put_bytes(key, RECORD_MAGIC + value))
         if code == 0:
             return
-        if code != Code.NO_SPACE:
-            raise BackendError(f"mooncake: record {name!r}: {words(code)}")
-        if time.monotonic() > until:
-            raise CapacityError(f"mooncake: record {name!r}: {words(code)}; add a segment")
+        if time.monotonic() > limits.get(code, 0.0):
+            kind = CapacityError if code == Code.NO_SPACE else BackendError
+            hint = "; add a segment" if code == Code.NO_SPACE else ""
+            raise kind(f"mooncake: record {name!r}: {words(code)}{hint}")
         time.sleep(PAUSE)
 
 

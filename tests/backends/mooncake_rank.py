@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -89,21 +90,27 @@ class Fleet:
         }  # fmt: skip
         root = Path(__file__).parents[2]
         path = os.pathsep.join([str(root), *(p for p in sys.path if p)])
+        self.words = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `kill`
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.backends.mooncake_rank", json.dumps(given)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.words, text=True,
             env={**os.environ, "PYTHONPATH": path}, cwd=root,
         )  # fmt: skip
 
     def ask(self, command):
         print(command, file=self.process.stdin, flush=True)
-        return json.loads(self.process.stdout.readline())
+        line = self.process.stdout.readline()
+        if not line:
+            self.words.seek(0)
+            raise AssertionError(f"it ended, {self.process.wait(10)}: {self.words.read()[-4000:]}")
+        return json.loads(line)
 
     def kill(self):
         self.process.kill()
         self.process.wait()
         self.process.stdin.close()
         self.process.stdout.close()
+        self.words.close()
 
     def __enter__(self):
         return self

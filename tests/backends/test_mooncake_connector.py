@@ -1,6 +1,7 @@
 """Connectors on a real Mooncake store: fleets in processes of their own, late bytes, regions."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -52,6 +53,16 @@ def test_one_fleet_writes_and_another_reads(master, mode, order):
     ):
         assert readers.ask("get") == [RIGHT] * 4
         assert others.ask("get") == [RIGHT]
+
+
+def test_ranks_that_put_the_same_record_at_once_all_succeed(master):
+    with opened(master) as one, opened(master) as two, ThreadPoolExecutor(2) as threads:
+        for number in range(40):
+            name, value = f"identity/{number}", b"%d" % number
+            puts = [threads.submit(store.put_record, name, value) for store in (one, two)]
+            for done in puts:
+                done.result(30)
+        assert {one.records()[f"identity/{n}"] for n in range(40)} == {b"%d" % n for n in range(40)}
 
 
 @pytest.mark.parametrize(

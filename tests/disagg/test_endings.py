@@ -23,7 +23,8 @@ PAGES, TOKENS = u64([2, 5]), 8
 
 @pytest.fixture
 def cluster():
-    with Cluster(FLEET, FLEET) as cluster:
+    # Never packed: a push of short runs would be copied straight and call no transport.
+    with Cluster(FLEET, FLEET, stage="never") as cluster:
         fill(cluster.sources[0], PAGES, TOKENS)
         cluster.connect().blank()
         yield cluster
