@@ -68,6 +68,8 @@ class Worker(Closing):
         """
         argv = [self.host.python, "-m", self._module]
         process = self.host.spawn(argv, name=self.name)
+        # Before others can see it: whoever samples it meanwhile would be its first line.
+        process.send(msgspec.json.encode(self._config).decode())
         with self._changed:
             self.life += 1
             self._process, self._up, self._frozen = process, True, False
@@ -78,7 +80,6 @@ class Worker(Closing):
             target=self._read, args=(process, self.life), name=self.name, daemon=True
         )
         self._reader.start()
-        process.send(msgspec.json.encode(self._config).decode())
         said = self.answer(0, timeout)
         self._mark("born")
         return said
