@@ -6,9 +6,14 @@ line, by its own clock, so that hosts need no common clock for what is judged.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import ClassVar, TypeVar
 
 import msgspec
+
+from kvconnect.errors import ConfigError
+
+Order = TypeVar("Order")
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True, tag="call", forbid_unknown_fields=True):
@@ -67,6 +72,17 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     number: int
     word: str
     arguments: dict[str, object] = msgspec.field(default_factory=dict)
+
+
+def order_among(words: Mapping[str, type[Order]], command: Command) -> Order:
+    """Return what a command asks for; `ConfigError` names a word or argument that is unknown."""
+    kind = words.get(command.word)
+    if kind is None:
+        raise ConfigError(f"word is {command.word!r}; it must be one of {', '.join(words)}")
+    try:
+        return msgspec.convert(command.arguments, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{command.word}: {error}") from None
 
 
 class Lines:

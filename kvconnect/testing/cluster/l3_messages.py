@@ -15,7 +15,7 @@ import msgspec
 
 from kvconnect.errors import ConfigError
 from kvconnect.testing.cluster.content import Content
-from kvconnect.testing.cluster.events import Command
+from kvconnect.testing.cluster.events import Command, order_among
 from kvconnect.testing.cluster.rank_shape import Positive, RankShape
 
 Role = Literal["write", "read"]
@@ -141,10 +141,4 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 def order_of(command: Command) -> Order:
     """Return what a command asks for; `ConfigError` names a word or argument that is unknown."""
-    kind = _WORDS.get(command.word)
-    if kind is None:
-        raise ConfigError(f"word is {command.word!r}; it must be one of {', '.join(_WORDS)}")
-    try:
-        return msgspec.convert(command.arguments, kind)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{command.word}: {error}") from None
+    return order_among(_WORDS, command)

@@ -18,7 +18,7 @@ from kvconnect.disagg.keys import Keys
 from kvconnect.disagg.options import EndpointOptions
 from kvconnect.errors import ConfigError
 from kvconnect.testing.cluster.content import Content
-from kvconnect.testing.cluster.events import Command
+from kvconnect.testing.cluster.events import Command, order_among
 from kvconnect.testing.cluster.rank_shape import Positive, RankShape
 
 
@@ -136,10 +136,4 @@ _WORDS: dict[str, type[Order]] = {
 
 def order_of(command: Command) -> Order:
     """Return what a command asks for; `ConfigError` names a word or argument that is unknown."""
-    kind = _WORDS.get(command.word)
-    if kind is None:
-        raise ConfigError(f"word is {command.word!r}; it must be one of {', '.join(_WORDS)}")
-    try:
-        return msgspec.convert(command.arguments, kind)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{command.word}: {error}") from None
+    return order_among(_WORDS, command)
