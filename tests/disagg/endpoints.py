@@ -1,6 +1,7 @@
 """Endpoints of two fleets in this process, connected, with pools that say what lies in them."""
 
 import contextlib
+import threading
 
 import numpy as np
 
@@ -8,6 +9,7 @@ from kvconnect.disagg.decode import DecodeEndpoint
 from kvconnect.disagg.options import EndpointOptions
 from kvconnect.disagg.prefill import PrefillEndpoint
 from kvconnect.disagg.shm import ShmTransport
+from kvconnect.disagg.transport import PeerOutcome, PeerStatus
 from kvconnect.identity import Identity
 from tests.disagg.fleet import expected, rows_of
 
@@ -79,3 +81,20 @@ class Cluster:
             )
             for side in self.targets
         ]
+
+
+class Stuck:
+    """A transfer that fails at once and touches the memory until it is let go."""
+
+    def __init__(self, runs=None):
+        self.runs, self.let_go = runs, threading.Event()
+
+    def done(self):
+        return self.let_go.is_set()
+
+    def wait(self, timeout):
+        self.let_go.wait(timeout)
+        return PeerOutcome(PeerStatus.FAILED, 0, "the link is cut")
+
+    def cancel(self):
+        pass

@@ -9,9 +9,8 @@ from kvconnect.disagg.messages import Envelope, Grant, Moved, Quiet, pack_pages
 from kvconnect.disagg.prefill import PrefillEndpoint
 from kvconnect.disagg.requests import RequestState
 from kvconnect.disagg.shm import ShmTransport
-from kvconnect.disagg.transport import PeerOutcome, PeerStatus
 from kvconnect.errors import ConfigError, LayoutError, PageIndexError, UnavailableError
-from tests.disagg.endpoints import Cluster, identity_of
+from tests.disagg.endpoints import Cluster, Stuck, identity_of
 from tests.disagg.fleet import Fleet, fill, u64
 
 PREFILL = Fleet("page_first", 2, 4, 8, (1, 2), 4, (8, 4))
@@ -137,23 +136,6 @@ def test_a_retry_under_a_new_id_works(cluster):
     again += [d.receive("r2", DST, slots=TOKENS) for d in cluster.decodes]
     assert all(r.wait().ok for r in again)
     assert cluster.holds(DST, TOKENS) == [True] * 4
-
-
-class Stuck:
-    """A transfer that fails at once and touches the memory until it is let go."""
-
-    def __init__(self, runs):
-        self.runs, self.let_go = runs, threading.Event()
-
-    def done(self):
-        return self.let_go.is_set()
-
-    def wait(self, timeout):
-        self.let_go.wait(timeout)
-        return PeerOutcome(PeerStatus.FAILED, 0, "the link is cut")
-
-    def cancel(self):
-        pass
 
 
 def test_pages_stay_out_of_use_until_a_failed_transfer_is_quiet(cluster, monkeypatch):

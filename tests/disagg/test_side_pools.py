@@ -1,7 +1,6 @@
 """Side pools in requests: all of them arrive, or the request has failed."""
 
 import dataclasses
-import threading
 import time
 
 import msgspec
@@ -12,8 +11,8 @@ from kvconnect.disagg.cause import Cause
 from kvconnect.disagg.messages import Grant, Moved, SideGrant, pack_pages
 from kvconnect.disagg.requests import RequestState
 from kvconnect.disagg.sections import KV
-from kvconnect.disagg.transport import PeerOutcome, PeerStatus
 from kvconnect.errors import ConfigError, PageIndexError
+from tests.disagg.endpoints import Stuck
 from tests.disagg.fleet import Fleet, u64
 from tests.disagg.side_fleet import Hybrid, Kind, Where, expected, grid, nbytes_of
 
@@ -173,23 +172,6 @@ def test_a_pull_is_not_done_by_the_word_that_something_was_pushed(hybrid, monkey
     outcomes = [r.wait(5) for r in hybrid.receive("r", way="pull", checksum=False)]
     assert not any(o.ok for o in outcomes)
     assert any("said Moved of a pull" in o.reason for o in outcomes)
-
-
-class Stuck:
-    """A transfer that fails at once and touches the memory until it is let go."""
-
-    def __init__(self):
-        self.let_go = threading.Event()
-
-    def done(self):
-        return self.let_go.is_set()
-
-    def wait(self, timeout):
-        self.let_go.wait(timeout)
-        return PeerOutcome(PeerStatus.FAILED, 0, "the link is cut")
-
-    def cancel(self):
-        pass
 
 
 def test_pages_of_all_pools_stay_out_of_use_while_one_is_not_quiet(hybrid, monkeypatch):
