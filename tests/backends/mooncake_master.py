@@ -14,6 +14,7 @@ import urllib.request
 from contextlib import suppress
 from pathlib import Path
 
+from kvconnect.testing.frozen import freeze
 from kvconnect_mooncake import library, open_backend
 
 FLAGS = ("--client_ttl=3", "--put_start_discard_timeout_sec=3")
@@ -74,6 +75,12 @@ class Master:
         with urllib.request.urlopen(url, timeout=5) as answer:
             return json.load(answer)["segments"]
 
+    def stop(self):
+        freeze(self.process.pid)
+
+    def go_on(self):
+        self.process.send_signal(signal.SIGCONT)
+
     def kill(self):
         self.process.kill()
         self.process.wait()
@@ -107,7 +114,7 @@ class Owner:
         self.name = line.split()[1]
 
     def stop(self):
-        os.kill(self.pid, signal.SIGSTOP)
+        freeze(self.pid)
 
     def go_on(self):
         os.kill(self.pid, signal.SIGCONT)

@@ -144,8 +144,8 @@ def test_a_stopped_master(master):
     with opened(master, breaker="3", rpc_timeout="1") as store:
         put(store, [key("a")], [64])
         with ExitStack() as stack:
-            master.process.send_signal(19)
-            stack.callback(master.process.send_signal, 18)
+            master.stop()
+            stack.callback(master.go_on)
             begin = time.monotonic()
             with pytest.raises(UnavailableError):
                 store.exists([key("a")], [64])

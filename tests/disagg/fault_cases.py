@@ -1,6 +1,5 @@
 """Faults of processes in mid-transfer: killed, stopped, started again, aborted."""
 
-import signal
 import time
 
 import pytest
@@ -67,7 +66,7 @@ class ProcessFaults(FaultBase):
                 started = self.middle(source)
                 self.begin(source, target, f"r{number}")
                 started()
-                source.signal(signal.SIGSTOP)
+                source.freeze()
                 self.fails(target, f"r{number}", f"silent for {self.silence} s")
                 assert not target.quiet(f"r{number}", 0.1)
                 assert target.quarantined() == self.target
@@ -93,7 +92,7 @@ class ProcessFaults(FaultBase):
                 started = self.middle(source)
                 self.begin(source, target, f"r{number}")
                 started()
-                target.signal(signal.SIGSTOP)
+                target.freeze()
                 state, reason = self.ends(source, f"r{number}")
                 assert state == "failed" or stage == "never"
                 self.while_stopped(source, f"r{number}", number)

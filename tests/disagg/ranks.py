@@ -7,6 +7,8 @@ import time
 
 import msgspec
 
+from kvconnect.testing.frozen import freeze
+
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.disagg.rank_process"])
 
@@ -53,6 +55,9 @@ class Rank:
 
     def signal(self, number):
         os.kill(self.process.pid, number)
+
+    def freeze(self):
+        freeze(self.process.pid)
 
     def kill(self):
         self.signal(signal.SIGKILL)

@@ -9,9 +9,7 @@ import selectors
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +19,7 @@ from kvconnect.backend import Closing
 from kvconnect.disagg.transport import Peer, PeerTransfer, PeerTransport, Runs, Way
 from kvconnect.disagg.transports import open_transport
 from kvconnect.region import Region
+from kvconnect.testing.frozen import freeze
 
 GUARD = 4096
 """Bytes of canary on each side of a region."""
@@ -74,12 +73,7 @@ class Rank(Closing):
 
     def stop(self) -> None:
         """Stop it (SIGSTOP) and wait until all of its threads are."""
-        self.process.send_signal(signal.SIGSTOP)
-        tasks = Path(f"/proc/{self.process.pid}/task")
-        until = time.monotonic() + ANSWER_SECONDS
-        while any(_state(task) not in "TZX" for task in tasks.iterdir()):
-            assert time.monotonic() < until, "the rank does not stop"
-            time.sleep(0.001)
+        freeze(self.process.pid)
 
     def go_on(self) -> None:
         """Let it go on."""
@@ -96,10 +90,6 @@ class Rank(Closing):
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()
-
-
-def _state(task: Path) -> str:
-    return (task / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 class _Served:
