@@ -26,6 +26,7 @@ from kvconnect.disagg.messages import (
     Envelope,
     Hello,
     Message,
+    Ping,
     Quiet,
     Refused,
     Staged,
@@ -186,6 +187,14 @@ class DecodeEndpoint(Endpoint):
                 self._arrivals.progress(receiving, intake, message)
             except KVConnectError as error:
                 self._ledger.fail(receiving, str(error), cause_of(error))
+
+    def on_call(self, peer: PeerRank) -> int:
+        """Remember what a rank has of our slots when it is asked."""
+        return self._inbound.lender.ask(peer.generation)
+
+    def on_answer(self, peer: PeerRank, ping: Ping) -> None:
+        """Take back slots that got lost between a rank and this one."""
+        self._inbound.settle(peer, ping.number, ping.slots)
 
     def on_lost(self, peer: PeerRank) -> None:
         """Fail every request for which a lost rank still had something to do."""

@@ -92,7 +92,7 @@ class Endpoint(Closing):
             self.peers,
             self.options.ping,
             self.options.peer_timeout,
-            lambda peer: self.send_to(peer, Ping(answer=True)),
+            lambda peer: self.send_to(peer, Ping(answer=True, number=self.on_call(peer))),
             self.lose,
             self._drop,
         )
@@ -187,7 +187,10 @@ class Endpoint(Closing):
         peer.heard = time.monotonic()
         if isinstance(message, Ping):
             if message.answer:
-                self.send_to(peer, Ping(answer=False))
+                slots = tuple(peer.slots)
+                self.send_to(peer, Ping(answer=False, number=message.number, slots=slots))
+            else:
+                self.on_answer(peer, message)
             return
         try:
             self.on_message(peer, message)
@@ -205,6 +208,13 @@ class Endpoint(Closing):
     def on_message(self, peer: PeerRank, message: Message) -> None:
         """Handle a message of a known peer."""
         raise NotImplementedError
+
+    def on_call(self, peer: PeerRank) -> int:  # noqa: ARG002 - of those who lend
+        """Return the number of the next question whether a peer is alive."""
+        return 0
+
+    def on_answer(self, peer: PeerRank, ping: Ping) -> None:
+        """Handle a peer's sign of life."""
 
     def on_tick(self, now: float) -> None:
         """Look at deadlines; called some fifty times a second."""

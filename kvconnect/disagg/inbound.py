@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 
 from kvconnect.disagg.cause import cause_of
 from kvconnect.disagg.endpoint import Endpoint
@@ -14,6 +15,8 @@ from kvconnect.disagg.requests import RequestState
 from kvconnect.disagg.ring import Lender
 from kvconnect.disagg.sections import Section
 from kvconnect.errors import ConfigError, KVConnectError
+
+log = logging.getLogger("kvconnect.disagg")
 
 
 class Inbound:
@@ -38,6 +41,14 @@ class Inbound:
             if isinstance(message, Back) or not self._unpack(peer, message):
                 self.lender.ring.give(message.slot)
         self._pump()
+
+    def settle(self, peer: PeerRank, number: int, slots: Sequence[int]) -> None:
+        """Hear which slots a rank has, as the answer to question `number`."""
+        if lost := self.lender.settle(peer.generation, number, slots):
+            log.warning(
+                "kvconnect: %d staging slots were lost on the way to or from %s", lost, peer
+            )
+            self._pump()
 
     def gone(self, peer: PeerRank) -> None:
         """Take back the slots of a rank that can write no more."""

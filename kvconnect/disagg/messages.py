@@ -18,7 +18,7 @@ from kvconnect.disagg.wire import MAX_SIDE_POOLS, Count, RegionData, SideData, S
 from kvconnect.errors import ConfigError
 from kvconnect.page_index import U64
 
-VERSION = 2
+VERSION = 3
 MAX_FRAME_BYTES = 8 << 20
 MAX_PAGES = 1 << 19
 """Of one request: as many as fit half a frame."""
@@ -166,9 +166,15 @@ class Back(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """I am alive; `answer` asks for one back."""
+    """I am alive; `answer` asks for one back, which repeats the `number`.
+
+    An answer names the staging `slots` of the other side that the sender has: what was lent to
+    it before the question and is not among them was lost on the way, there or back.
+    """
 
     answer: bool
+    number: Count = 0
+    slots: Annotated[tuple[Count, ...], msgspec.Meta(max_length=1 << 16)] = ()
 
 
 Message = (

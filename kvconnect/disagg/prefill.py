@@ -27,6 +27,7 @@ from kvconnect.disagg.messages import (
     Quiet,
     Ready,
     Refused,
+    Staged,
     Taken,
     pack_pages,
 )
@@ -167,8 +168,16 @@ class PrefillEndpoint(Endpoint):
             self._aborted(peer, message)
         elif isinstance(message, Taken):
             self._taken(peer, message)
-        elif isinstance(message, Lent) and not self._outbound.lend(message.claim, message.slot):
-            self.send_to(peer, Back(message.slot))
+        elif isinstance(message, Lent):
+            peer.slots.add(message.slot)
+            if not self._outbound.lend(message.claim, message.slot):
+                self.send_to(peer, Back(message.slot))
+
+    def send_to(self, peer: PeerRank, message: Message) -> None:
+        """Channel thread: send to a peer, and note which of its slots this side has no more."""
+        if isinstance(message, (Back, Staged)):
+            peer.slots.discard(message.slot)
+        super().send_to(peer, message)
 
     def _granted(self, peer: PeerRank, grant: Grant) -> None:
         if peer.generation in self._orders.get(grant.request, {}):

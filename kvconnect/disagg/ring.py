@@ -7,9 +7,11 @@ pages. Slots run out instead of memory: who finds none waits.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,7 +98,10 @@ class Lender:
         """Start with all slots free."""
         self.ring = ring
         self._wants: deque[tuple[str, int]] = deque()
-        self._lent: dict[str, set[int]] = {}
+        self._lent: dict[str, dict[int, int]] = {}
+        """By generation and slot, which lending it is: a slot goes out again and again."""
+        self._asked: dict[str, tuple[int, dict[int, int]]] = {}
+        self._numbers = itertools.count(1)
 
     def want(self, generation: str, claim: int, count: int) -> None:
         """Note that a rank could use `count` slots for one of its jobs.
@@ -112,7 +117,7 @@ class Lender:
         out = []
         while self._wants and (slot := self.ring.try_take()) is not None:
             generation, claim = self._wants.popleft()
-            self._lent.setdefault(generation, set()).add(slot)
+            self._lent.setdefault(generation, {})[slot] = next(self._numbers)
             out.append((generation, claim, slot))
         return out
 
@@ -123,7 +128,29 @@ class Lender:
         """
         if slot not in self._lent.get(generation, ()):
             raise ConfigError(f"slot {slot} is not with this peer")
-        self._lent[generation].remove(slot)
+        del self._lent[generation][slot]
+
+    def ask(self, generation: str) -> int:
+        """Return the number of a question to a rank which slots it has."""
+        number = next(self._numbers)
+        self._asked[generation] = number, dict(self._lent.get(generation, {}))
+        return number
+
+    def settle(self, generation: str, number: int, slots: Iterable[int]) -> int:
+        """Take back what a rank should have had when it was asked and does not have.
+
+        Messages keep their order, so what it gave back or filled before is not lent any more.
+        Returns how many slots were lost.
+        """
+        asked, had = self._asked.pop(generation, (0, dict[int, int]()))
+        if number != asked:
+            return 0
+        now = self._lent.get(generation, {})
+        lost = {slot for slot, which in had.items() if now.get(slot) == which}.difference(slots)
+        for slot in lost:
+            self.take_back(generation, slot)
+            self.ring.give(slot)
+        return len(lost)
 
     def forget(self, generation: str) -> None:
         """Drop what a lost rank wanted."""
@@ -132,6 +159,7 @@ class Lender:
     def reclaim(self, generation: str) -> None:
         """Take back everything from a rank that can write no more."""
         self.forget(generation)
+        self._asked.pop(generation, None)
         for slot in self._lent.pop(generation, ()):
             self.ring.give(slot)
 

@@ -89,7 +89,7 @@ def test_a_changed_byte_is_an_error_or_another_valid_message(message, at, value)
     ("frame", "words"),
     [
         (b"", "of 0 B"),
-        (b"\x01" + encode(Envelope(US, THEM, Quiet("r")))[1:], "version 1, this side speaks 2"),
+        (b"\x01" + encode(Envelope(US, THEM, Quiet("r")))[1:], "version 1, this side speaks 3"),
         (encode(Envelope(US, THEM, Quiet("r"))) + b"x", "cannot be read"),
         (b"\x01" * (MAX_FRAME_BYTES + 1), f"{MAX_FRAME_BYTES + 1} B"),
     ],

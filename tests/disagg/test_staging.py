@@ -1,10 +1,11 @@
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
 
-from kvconnect.disagg.messages import Back, Staged, Want
+from kvconnect.disagg.messages import Back, Lent, Staged, Want
 from kvconnect.disagg.pair_plan import plan_pair
 from kvconnect.disagg.ring import Lender, Ring
 from kvconnect.disagg.staged import choose
@@ -102,6 +103,73 @@ def test_a_closed_prefill_rank_gives_its_slots_back():
         prefill.close()
         prefill.transport.close()
         until(lambda: decode.ring.free == 2)
+
+
+@pytest.mark.parametrize("kind", [Lent, Back, Staged])
+def test_slots_of_messages_that_get_lost_come_back(kind, monkeypatch):
+    """All slots of a decode rank are lost, again and again; then a request needs them."""
+    pages, lost = u64(range(40)), []
+    with cluster_with(2, ping=0.05) as cluster:
+        for side in cluster.sources:
+            fill(side, pages, 160)
+        cluster.connect()
+        prefill, decode = cluster.prefills[0], cluster.decodes[0]
+        end = decode if kind is Lent else prefill
+        honest = end._channel.send
+
+        def send(route, envelope):
+            if isinstance(envelope.message, kind) and envelope.to in {
+                decode.generation,
+                prefill.generation,
+            }:
+                lost.append(envelope)
+            else:
+                honest(route, envelope)
+
+        for number in range(3):
+            lost.clear()
+            with monkeypatch.context() as patch:
+                patch.setattr(end._channel, "send", send)
+                if kind is Staged:
+                    going = [prefill.send(f"r{number}", pages), decode.receive(f"r{number}", pages)]
+                else:
+                    peer = prefill.peers[decode.generation]
+                    prefill.in_thread(partial(prefill.send_to, peer, Want(77, 2)))
+                until(lambda: len(lost) >= 2)
+            if kind is Staged:
+                prefill.abort(f"r{number}")
+                assert all(r.quiet(5) for r in going)
+            until(lambda: slots_at_rest(cluster))
+        cluster.blank()
+        going = [p.send("r", pages) for p in cluster.prefills]
+        going += [d.receive("r", pages) for d in cluster.decodes]
+        assert all(r.wait().ok for r in going), going
+        assert all(cluster.holds(pages, 160))
+        until(lambda: slots_at_rest(cluster))
+
+
+def test_only_what_a_rank_should_have_had_when_it_was_asked_was_lost():
+    with Ring(allocate(1 << 16, "staging"), 1 << 14) as ring:
+        lender = Lender(ring)
+        lender.want("a", 1, 2)
+        lender.pump()
+        first = lender.ask("a")
+        assert lender.settle("a", first + 1, []) == 0, "the answer to no question"
+        first = lender.ask("a")
+        lender.want("a", 1, 1)
+        lender.pump()  # slot 2 is on its way while the answer comes
+        lender.take_back("a", 1)
+        assert lender.settle("a", first, [0]) == 0
+        assert lender.settle("a", first, []) == 0, "an answer counts once"
+        assert lender.settle("a", lender.ask("a"), [2]) == 1
+        assert (ring.free, lender.lent) == (2, 1), "slot 1 is still to be emptied"
+        asked = lender.ask("a")
+        lender.take_back("a", 2)
+        ring.give(2)
+        lender.want("a", 1, 3)
+        assert ("a", 1, 2) in lender.pump()
+        assert lender.settle("a", asked, []) == 0, "slot 2 was lent once more since"
+        assert lender.settle("b", lender.ask("b"), [2]) == 0, "it never had any"
 
 
 @pytest.mark.parametrize("message", [Back(0), Staged("r", (0, 2), 0, 1, 1)])
