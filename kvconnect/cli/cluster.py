@@ -31,7 +31,12 @@ def list_scenarios() -> None:
 @app.command("run")
 def run_scenario(
     name: Annotated[str, typer.Argument(help="A scenario's name, or a file of yours, X.toml.")],
-    hosts: Annotated[int | None, typer.Option(min=1, help="Hosts; as few as it takes.")] = None,
+    hosts: Annotated[
+        str | None,
+        typer.Option(
+            help="How many, as few as it takes by default; or hosts.toml, as --inventory."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Draws pages, requests and random faults.")] = 1,
     duration: Annotated[
         float | None, typer.Option(min=1, help="Seconds of load; the short length by default.")
@@ -45,12 +50,11 @@ def run_scenario(
     """Run a scenario and write its report; exit code 1 unless all invariants held."""
     from kvconnect.testing.cluster import catalog, running  # noqa: PLC0415
 
+    count, found = _hosts(hosts, inventory)
     scenario = catalog.find(name)
     seconds = scenario.seconds.full if full and duration is None else duration
     _perform(
-        running.Wanted(
-            scenario=scenario, seed=seed, seconds=seconds, hosts=hosts, inventory=inventory
-        ),
+        running.Wanted(scenario=scenario, seed=seed, seconds=seconds, hosts=count, inventory=found),
         out,
     )
 
@@ -73,6 +77,19 @@ def sweep() -> None:
 
     for gone in remove():
         typer.echo(f"removed what {gone} left")
+
+
+def _hosts(hosts: str | None, inventory: Path | None) -> tuple[int | None, Path | None]:
+    """Return how many hosts, and the inventory, of which `hosts` says one or the other."""
+    if hosts is None:
+        return None, inventory
+    if hosts.isascii() and hosts.isdigit() and int(hosts) > 0:
+        return int(hosts), inventory
+    if inventory is not None or not hosts.endswith(".toml"):
+        raise typer.BadParameter(
+            f"{hosts!r} is neither a number above 0 nor the only .toml file", param_hint="--hosts"
+        )
+    return None, Path(hosts)
 
 
 def _perform(wanted: Wanted, out: Path) -> None:

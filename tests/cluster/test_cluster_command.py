@@ -48,6 +48,7 @@ def test_list_tells_of_every_scenario():
         (("run", "pd-nixel"), "no scenario 'pd-nixel'; did you mean pd-nixl"),
         (("run", "l3-share", "--hosts", "9"), "hosts=9: scenario l3-share takes 3 to 5"),
         (("run", "power-cut", "--inventory", "x.toml"), "hosts over ssh cannot do power_cut"),
+        (("run", "power-cut", "--hosts", "x.toml"), "hosts over ssh cannot do power_cut"),
         (("replay", "nowhere.json"), "nowhere.json is no result of a cluster run"),
     ],
 )
@@ -55,6 +56,15 @@ def test_what_cannot_be_run_is_refused(words, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = invoke(*words)
     assert said in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    "words", [("--hosts", "0"), ("--hosts", "x"), ("--hosts", "x.toml", "--inventory", "y.toml")]
+)
+def test_hosts_are_a_number_or_a_file(words):
+    done = invoke("run", "pd-nixl", *words)
+    assert done.exit_code == 2
+    assert "is neither a number above 0 nor the only" in done.output
 
 
 def test_a_run_that_fails_tells_why_and_how_to_repeat_it(tmp_path):
