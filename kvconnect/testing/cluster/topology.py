@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import msgspec
 
@@ -103,6 +104,12 @@ class Topology(Closing):
             worker = self._l3_worker(group, rank)
             self.workers[worker.name] = worker
 
+    def _model(self) -> dict[str, Any]:
+        """Return what every worker is told of the model and of its content."""
+        model = self.scenario.model
+        names = "dtype", "layers", "heads", "head_dim", "v_head_dim"
+        return {"seed": self._seed} | {name: getattr(model, name) for name in names}
+
     def _l3_worker(self, group: GroupSpec, rank: int) -> Worker:
         host, model = self.cluster.host(group.host_of(rank)), self.scenario.model
         config = WorkerConfig(
@@ -111,17 +118,11 @@ class Topology(Closing):
             url=self.services[group.store].url(host, **group.options),
             layout=group.layout,
             object_layout=group.object_layout,
-            dtype=model.dtype,
             page_size=model.unit,
-            layers=model.layers,
-            heads=model.heads,
-            head_dim=model.head_dim,
-            v_head_dim=model.v_head_dim,
             tp_rank=rank,
             tp_size=group.tp,
             tp_sizes=tuple(sorted({1, *(other.tp for other in self.scenario.groups)})),
             pages=group.pages,
-            seed=self._seed,
             first=group.first,
             universe=group.universe,
             roles=group.roles,
@@ -129,6 +130,7 @@ class Topology(Closing):
             pause=group.pause,
             deadline=group.deadline,
             grace=group.grace,
+            **self._model(),
         )
         member = Member(
             name=config.name,
@@ -170,20 +172,15 @@ class Topology(Closing):
             fleet=f"{pair.name} {role}",
             ranks=side.tp,
             layout=side.layout,
-            dtype=model.dtype,
             page_size=side.page_size,
             unit=model.unit,
-            layers=model.layers,
-            heads=model.heads,
-            head_dim=model.head_dim,
-            v_head_dim=model.v_head_dim,
             tp_rank=rank,
             tp_size=side.tp,
             pages=side.pages,
-            seed=self._seed,
             deadline=pair.deadline,
             grace=pair.grace,
             endpoint={**_ENDPOINT, **pair.endpoint},
+            **self._model(),
         )
         member = Member(
             name=config.name,
