@@ -32,32 +32,42 @@ class Index(Extents):
         value = self.session.get(key, self.session.tables.entries)
         return None if value is None else codec.unpack(key, value)
 
-    def publish(self, key: bytes, entry: Entry) -> Entry:
-        """Make an object visible at its held extent, replacing what the key had.
+    def publish(self, objects: Sequence[tuple[bytes, Entry]]) -> None:
+        """Make objects visible at their held extents, replacing what their keys had.
 
-        The caller has already taken the extent out of `held`. Returns the entry with its seq.
+        `objects`: (packed key, entry), no key twice; each entry gets its seq here, in this order.
+        The caller has already taken the extents out of `held`.
         """
-        self.delete(key)
+        if not objects:
+            return
         session, counters = self.session, self.session.counters
-        entry = entry._replace(seq=counters.seq)
-        counters.seq += 1
-        counters.used += entry.room
-        counters.objects += 1
-        counters.pinned += entry.pinned
-        seq = ONE.pack(entry.seq)
-        session.txn.put(key, entry.pack(key), db=session.tables.entries)
-        session.changed[key, entry.nbytes] = entry.expiry > 0
-        session.txn.put(seq, key, append=True, db=session.tables.order)
-        self._occupy(entry)
-        return entry
+        known = self.raw([key for key, _ in objects])
+        for (key, _), value in zip(objects, known, strict=True):
+            if value is not None:
+                self.delete(key)
+        fresh = [
+            (key, Entry(e.address, e.nbytes, e.checksum, e.identity, seq, e.expiry, e.flags))
+            for seq, (key, e) in enumerate(objects, counters.seq)
+        ]
+        entries = [entry for _, entry in fresh]
+        counters.seq += len(fresh)
+        counters.used += sum(entry.room for entry in entries)
+        counters.objects += len(fresh)
+        counters.pinned += sum(entry.pinned for entry in entries)
+        # Sorted, neighbours go to the page where the one before went.
+        session.put_all(session.tables.entries, sorted((k, e.pack(k)) for k, e in fresh))
+        session.changed.update(((key, e.nbytes), e.expiry > 0) for key, e in fresh)
+        order = [(ONE.pack(entry.seq), key) for key, entry in fresh]
+        session.put_all(session.tables.order, order, append=True)
+        self._occupy(entries)
 
-    def _occupy(self, entry: Entry) -> None:
-        at, value = ONE.pack(entry.address), PLACE.pack(entry.seq, entry.room // BLOCK)
+    def _occupy(self, entries: Sequence[Entry]) -> None:
+        places = sorted((ONE.pack(e.address), PLACE.pack(e.seq, e.room // BLOCK)) for e in entries)
         space = self.session.tables.space
         cursor = self.session.cursor(space)
         # Appending fills index pages whole where inserting would leave them half empty.
-        last = not cursor.last() or bytes(cursor.key()) < at
-        self.session.txn.put(at, value, append=last, db=space)
+        last = not cursor.last() or bytes(cursor.key()) < places[0][0]
+        self.session.put_all(space, places, append=last)
 
     def delete(self, key: bytes, seq: int | None = None) -> bool:
         """Remove a key and free its extent; with `seq` only if it still is that object."""
@@ -136,7 +146,7 @@ class Index(Extents):
         self.free(entry.address, entry.room)
         moved = entry._replace(address=address)
         session.txn.put(key, moved.pack(key), db=session.tables.entries)
-        self._occupy(moved)
+        self._occupy([moved])
 
     def owner_at(self, address: int) -> tuple[int, int] | None:
         """Return (seq, nbytes) of the object that begins at `address`."""

@@ -193,21 +193,20 @@ class _Put:
     def _publish(self, written: list[int], places: dict[int, int], sums: dict[int, int]) -> None:
         sizes = self.job.memory.sizes
         self.core.visited.forget(_addresses(places, written))
+        objects = [(self.packed[i], self._entry(i, places[i], sums.get(i, 0))) for i in written]
 
         def change(session: Session) -> None:
             index = self.core.index(session)
             rooms = [(places[i], up(int(sizes[i]))) for i in written]
             for address, nbytes in joined(rooms, self.core.slabs.slab_bytes):
                 index.unhold(self.core.owner, address, nbytes)
-            for i in written:
-                key = self.packed[i]
-                entry = Entry(
-                    places[i], int(sizes[i]), sums.get(i, 0), keys.identity(key), 0,
-                    self.expiry, self.flags,
-                )  # fmt: skip
-                index.publish(key, entry)
+            index.publish(objects)
 
         self.core.env.write(change)
+
+    def _entry(self, index: int, address: int, total: int) -> Entry:
+        nbytes, whose = int(self.job.memory.sizes[index]), keys.identity(self.packed[index])
+        return Entry(address, nbytes, total, whose, 0, self.expiry, self.flags)
 
 
 def _addresses(places: dict[int, int], written: list[int]) -> NDArray[np.uint64]:

@@ -42,13 +42,15 @@ def fill(location: str, objects: int, nbytes: int = BLOCK) -> float:
 
 
 def _publish(core: Core, session: Session, part: range, nbytes: int) -> None:
-    index = core.index(session)
+    objects = []
     for number, address in zip(part, _places(core, part, up(nbytes)), strict=True):
         slab = address // core.slabs.slab_bytes
         core.slabs.file(slab).touch(mode=0o600)
         session.set_slab(slab, address % core.slabs.slab_bytes + up(nbytes))
         key = keys.pack(simulated_key(number))
-        index.publish(key, Entry(address, nbytes, number, keys.identity(key), 0, 0, codec.HASHED))
+        identity = keys.identity(key)
+        objects.append((key, Entry(address, nbytes, number, identity, 0, 0, codec.HASHED)))
+    core.index(session).publish(objects)
 
 
 def _places(core: Core, part: range, room: int) -> Iterator[int]:

@@ -17,7 +17,7 @@ Numbers are big-endian, so that LMDB's byte order is numeric order.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import cast
 
@@ -140,6 +140,12 @@ class Session:
     def cursor(self, table: lmdb._Database) -> lmdb.Cursor:
         """Return a cursor."""
         return self.txn.cursor(db=table)
+
+    def put_all(
+        self, table: lmdb._Database, items: Sequence[tuple[bytes, bytes]], *, append: bool = False
+    ) -> None:
+        """Set many values; `append`: the keys follow each other and all that are there."""
+        self.cursor(table).putmulti(items, append=append)
 
     def slabs(self) -> Iterator[tuple[int, int]]:
         """Yield (number, nbytes on disk) of each slab."""

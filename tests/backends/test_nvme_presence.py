@@ -124,10 +124,10 @@ def test_two_changes_in_one_transaction(location):
             (first, second), entry = pack_all([one, two]), index.find(pack_all([one])[0])
             index.delete(first)
             index.hold(1, index.take(index.fit(4096), 4096))
-            index.publish(first, entry)
+            index.publish([(first, entry)])
             index.delete(first)
-            index.publish(first, entry)
-            index.publish(second, entry)
+            index.publish([(first, entry)])
+            index.publish([(second, entry)])
             index.delete(second)
 
         store.core.env.write(change)
@@ -148,7 +148,7 @@ def test_a_kill_half_way_through_applying(location):
             for before, after in zip(pack_all(old), pack_all(new), strict=True):
                 entry = index.find(before)
                 index.delete(before)
-                index.publish(after, entry)
+                index.publish([(after, entry)])
 
         store.core.env.write(replace)
         expected = dict.fromkeys(new, 100)
