@@ -51,6 +51,10 @@ class Breakers:
             self._until[name] = self._clock() + self.seconds
             return True
 
+    def doubts(self, name: str) -> bool:
+        """Tell whether nothing has gone well since the last failure."""
+        return name in self._until
+
     def tripped(self, names: Iterable[str]) -> bool:
         """Tell, without taking the trial, whether all of `names` are to be left alone."""
         if not self._until:

@@ -13,7 +13,7 @@ from kvconnect.backend import Status
 from kvconnect.errors import BackendError
 from kvconnect_mooncake import rows, slots, trailer
 from kvconnect_mooncake.client import Found
-from kvconnect_mooncake.core import Core
+from kvconnect_mooncake.core import Core, Entry
 from kvconnect_mooncake.foreign import NOT_MADE, SETTLED, status_of, words
 from kvconnect_mooncake.hold import Hold
 from kvconnect_mooncake.job import Chunk
@@ -83,14 +83,15 @@ class _Get:
         names = [self.chunk.names[at] for at in self.live]
         entries = min(sum(map(len, sizes)), most)
         owners = {owner for at in self.live for owner in self.owners[at]}
-        with core.calling(entries, self.chunk.job.until, owners) as entered:
+        nbytes = sum(map(sum, sizes))
+        with core.calling(Entry(entries, nbytes, self.chunk.job.until, owners)) as entered:
             if not entered:
                 return [NOT_MADE] * len(names)
             began = time.monotonic()
             try:
                 if len(sizes[0]) <= most:
-                    return core.client.get(names, addresses, sizes)
-                return [self._read_long(names[0], addresses[0], sizes[0])]
+                    return core.made(lambda: core.client.get(names, addresses, sizes))
+                return core.made(lambda: [self._read_long(names[0], addresses[0], sizes[0])])
             finally:
                 self.took = time.monotonic() - began
 

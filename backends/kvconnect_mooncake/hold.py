@@ -49,5 +49,4 @@ def give_up(core: Core, names: Sequence[str]) -> None:
         core.client.revoke_put(list(names))
     except (BackendError, RuntimeError):
         core.count("revoke.failed")
-    with core.lock:
-        core.open_puts.difference_update(names)
+    core.claims.give(names)

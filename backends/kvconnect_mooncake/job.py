@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvconnect.backend import Batch, Outcome
 from kvconnect.transfers import TimedTransfer
 
-CHUNK_BYTES = 64 << 20
+CHUNK_BYTES = 128 << 20
 """Payload of one call at most, if it is more than one object: hashing one chunk overlaps with
 moving another."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 
 from kvconnect_mooncake import library, transport
 from kvconnect_mooncake.address import parse_address
@@ -20,6 +21,9 @@ from kvconnect_mooncake.workers import Workers
 log = logging.getLogger("kvconnect.mooncake")
 
 ASKERS = 4
+CALL_NICE = 10
+"""Of the threads that wait in the library. Nicer ones gain no more, and may hold up whoever needs
+the interpreter's lock from them on a machine that is busy."""
 
 
 def open_core(location: str, options: MooncakeOptions) -> Core:
@@ -53,14 +57,18 @@ def open_core(location: str, options: MooncakeOptions) -> Core:
         breakers,
         keeper,
         Workers(options.threads, "kvconnect-mooncake"),
+        Workers(options.threads, "kvconnect-mooncake-call", nice=CALL_NICE),
         Workers(ASKERS, "kvconnect-mooncake-ask"),
     )
 
 
 def stop_core(core: Core, timeout: float) -> bool:
     """Stop the threads; False if one hangs in the library, which must not be left under it."""
-    if not core.movers.stop(timeout) or not core.askers.stop(timeout):
-        return False
+    until = time.monotonic() + timeout
+    # In this order: who moves a chunk waits for who makes its call.
+    for workers in (core.movers, core.callers, core.askers):
+        if not workers.stop(max(until - time.monotonic(), 0)):
+            return False
     core.keeper.stop()
     return True
 

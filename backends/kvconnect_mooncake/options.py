@@ -43,7 +43,7 @@ class MooncakeOptions:
     lease: float = 10.0
     timeout: float = 60.0
     rpc_timeout: float = 6.0
-    entries: int = 256
+    entries: int = 512
     threads: int = 4
     side: Bytes = 256 << 10
     breaker: float = 10.0

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from kvconnect.backend import Status
 from kvconnect_mooncake import rows, slots, trailer
 from kvconnect_mooncake.breakers import STORES
-from kvconnect_mooncake.core import Core
+from kvconnect_mooncake.claims import Claim
+from kvconnect_mooncake.core import Core, Entry
 from kvconnect_mooncake.foreign import NOT_MADE, SETTLED, Code, status_of, words
 from kvconnect_mooncake.hold import Hold, give_up
 from kvconnect_mooncake.job import Chunk
@@ -54,7 +55,7 @@ class _Put:
         self.space_until = now + core.options.space_wait
         self.busy_until = now + BUSY_SECONDS
         try:
-            self._rounds(todo)
+            self._rounds(self._tried(todo) if core.breakers.doubts(STORES) else todo)
         except BaseException:
             if not self.loose:
                 core.slots.give(self.slots)
@@ -64,6 +65,20 @@ class _Put:
             return None
         longest = max(len(sizes) + 1 for sizes in chunk.sizes)
         return Hold(self.took, longest, self.slots, open_names=self.loose)
+
+    def _tried(self, todo: list[int]) -> list[int]:
+        """Store one object at first, after stores have failed; return the others if it went well.
+
+        A call lasts as long as its slowest entry, and each entry to a dead owner takes seconds.
+        """
+        for count, at in enumerate(todo, 1):
+            self._rounds([at])
+            if not self.core.breakers.doubts(STORES):
+                return todo[count:]
+            if self.loose or self.chunk.job.stop_reason() is not None:
+                break
+        self.chunk.settle_rest(Status.BACKEND_ERROR, "a store failed lately, and the next one too")
+        return []
 
     def _rounds(self, todo: list[int]) -> None:
         pause = FIRST_PAUSE
@@ -100,7 +115,7 @@ class _Put:
 
     def _round(self, todo: list[int]) -> list[int]:
         """Try to store objects; return those to try again."""
-        chunk = self.chunk
+        chunk, core = self.chunk, self.core
         tail = trailer.nbytes_for(chunk.job.batch.ttl) if self.slots else 0
         mine, again = self._claim(todo)
         if not mine:
@@ -108,17 +123,17 @@ class _Put:
         try:
             codes = self._open(mine, tail)
         except BaseException:
-            self._let_go([chunk.names[at] for at in mine])
+            core.claims.give([chunk.names[at] for at in mine])
             raise
         by_code: dict[int, list[int]] = {}
         for at, code in zip(mine, codes, strict=True):
             by_code.setdefault(code, []).append(at)
-        self._let_go([chunk.names[at] for at, n in zip(mine, codes, strict=True) if n != 0])
+        core.claims.give([chunk.names[at] for at, n in zip(mine, codes, strict=True) if n != 0])
         self._write(by_code.pop(0, []), tail)
         again += self._compare(by_code.pop(Code.EXISTS, []))
         if stale := by_code.get(Code.REFUSED):
             # Nobody here has it open: a master that was lost left it open in the library.
-            give_up(self.core, [chunk.names[at] for at in stale])
+            give_up(core, [chunk.names[at] for at in stale])
         limits: dict[int, float] = {
             Code.NO_SPACE: self.space_until,
             Code.QUOTA: self.space_until,
@@ -142,19 +157,15 @@ class _Put:
         return client.open_put(names, [chunk.nbytes[at] + tail for at in mine], config)
 
     def _claim(self, todo: list[int]) -> tuple[list[int], list[int]]:
-        """Take objects that nobody in this process stores now; also return the others."""
-        mine: list[int] = []
-        others: list[int] = []
-        with self.core.lock:
-            for at in todo:
-                name = self.chunk.names[at]
-                (others if name in self.core.open_puts else mine).append(at)
-            self.core.open_puts.update(self.chunk.names[at] for at in mine)
-        return mine, others
-
-    def _let_go(self, names: list[str]) -> None:
-        with self.core.lock:
-            self.core.open_puts.difference_update(names)
+        """Take objects that nobody in this process stores now; also return those to wait for."""
+        told = self.core.claims.take([self.chunk.names[at] for at in todo])
+        by_claim: dict[Claim, list[int]] = {claim: [] for claim in Claim}
+        for at, claim in zip(todo, told, strict=True):
+            by_claim[claim].append(at)
+        for at in by_claim[Claim.STUCK]:
+            # Not waited for: the other keys of the batch would wait as well.
+            self.chunk.settle(at, Status.BACKEND_ERROR, "an earlier store of it is stuck")
+        return by_claim[Claim.MINE], by_claim[Claim.BUSY]
 
     def _unless_late(self, again: list[int], cause: str) -> list[int]:
         """Return objects to try again; none, all settled, once they were waited for long enough."""
@@ -191,28 +202,30 @@ class _Put:
             return
         if bad:
             self.loose += names
+            self.core.claims.stick(names)
             self.core.breakers.trip(STORES)
         else:
             give_up(self.core, names)
 
     def _end(self, good: list[int], names: list[str], *, whole: bool) -> None:
+        core = self.core
         if whole:
-            self.core.breakers.heal(STORES)
+            core.breakers.heal(STORES)
         try:
-            codes = self.core.client.end_put(names)
+            codes = core.client.end_put(names)
         except BaseException:
-            give_up(self.core, names)
+            give_up(core, names)
             raise
-        self._let_go([name for name, code in zip(names, codes, strict=True) if code == 0])
+        core.claims.give([name for name, code in zip(names, codes, strict=True) if code == 0])
         # A put that the master dropped stays open in the library.
         failed = [name for name, code in zip(names, codes, strict=True) if code != 0]
         if failed:
-            give_up(self.core, failed)
+            give_up(core, failed)
         for at, code in zip(good, codes, strict=True):
             if code == 0:
                 self.chunk.settle(at, Status.OK)
-                self.core.count("put.written")
-                self.core.count("put.bytes", self.chunk.nbytes[at])
+                core.count("put.written")
+                core.count("put.bytes", self.chunk.nbytes[at])
             else:
                 self.chunk.settle(at, Status.BACKEND_ERROR, words(code))
 
@@ -222,15 +235,16 @@ class _Put:
         addresses, sizes = rows.with_slots(chunk, mine, taken, [tail] * len(mine))
         names = [chunk.names[at] for at in mine]
         entries = min(sum(map(len, sizes)), most)
-        with core.calling(entries, chunk.job.until, [STORES]) as entered:
+        nbytes = sum(map(sum, sizes))
+        with core.calling(Entry(entries, nbytes, chunk.job.until, [STORES], names)) as entered:
             if not entered:
                 return [NOT_MADE] * len(names)
             began = time.monotonic()
             try:
                 if len(sizes[0]) <= most:
                     begin = [rows.starts(one) for one in sizes]
-                    return core.client.put_runs(names, addresses, sizes, begin)
-                return [self._move_long(names, addresses[0], sizes[0])]
+                    return core.made(lambda: core.client.put_runs(names, addresses, sizes, begin))
+                return core.made(lambda: [self._move_long(names, addresses[0], sizes[0])])
             finally:
                 self.took = max(self.took, time.monotonic() - began)
 
@@ -313,7 +327,7 @@ def _read_some(
         return [Status.TIMEOUT] * len(keys)
     quiet = False
     try:
-        with core.calling(len(keys), until, ()) as entered:
+        with core.calling(Entry(len(keys), tail * len(keys), until)) as entered:
             if not entered:
                 quiet = True
                 return [Status.TIMEOUT] * len(keys)

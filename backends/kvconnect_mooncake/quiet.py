@@ -26,8 +26,9 @@ from kvconnect_mooncake.trailer import checksum
 HARD_LIMIT = 55.0
 """Seconds; the library ends its calls after 60, whatever is still queued."""
 LANES = 4
-STALL_SECONDS = 5.0
-"""A call that has run this long holds up nobody else any more."""
+STALL_SECONDS, SLOWEST = 5.0, 32 << 20
+"""A call that has run for so many seconds, and one more for so many bytes that it moves, holds up
+nobody else any more."""
 LOOK_SECONDS = 0.1
 
 
@@ -84,7 +85,7 @@ class Held:
 class Call:
     """A call that is under way; `stalled` runs once if it takes too long, in another thread."""
 
-    began: float
+    until: float
     stalled: Callable[[], None]
     told: bool = False
 
@@ -111,9 +112,9 @@ class Keeper:
             self._changed.notify()
 
     @contextmanager
-    def watching(self, stalled: Callable[[], None]) -> Iterator[Call]:
-        """Watch the call inside; `stalled` runs if it takes longer than `STALL_SECONDS`."""
-        call = Call(self.clock(), stalled)
+    def watching(self, stalled: Callable[[], None], nbytes: int) -> Iterator[Call]:
+        """Watch the call inside, which moves `nbytes`; `stalled` runs if it takes too long."""
+        call = Call(self.clock() + STALL_SECONDS + nbytes / SLOWEST, stalled)
         with self._changed:
             self._calls.append(call)
             self._changed.notify()
@@ -160,4 +161,4 @@ class Keeper:
             time.sleep(LOOK_SECONDS)
 
     def _late(self, call: Call) -> bool:
-        return not call.told and self.clock() - call.began > STALL_SECONDS
+        return not call.told and self.clock() > call.until

@@ -5,6 +5,7 @@ Daemons, unlike those of an executor: a call that hangs must not hold up the int
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -20,10 +21,10 @@ MOST_TIMES = 4
 class Workers:
     """`count` threads and a queue of work; what is queued runs in order."""
 
-    def __init__(self, count: int, name: str) -> None:
-        """Start them."""
+    def __init__(self, count: int, name: str, nice: int = 0) -> None:
+        """Start them, at least as `nice` to other threads as said."""
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._name, self._most = name, MOST_TIMES * count
+        self._name, self._most, self._nice = name, MOST_TIMES * count, nice
         self._threads: list[threading.Thread] = []
         for _ in range(count):
             self.grow()
@@ -32,7 +33,8 @@ class Workers:
         """Add a thread in place of one that hangs, up to `MOST_TIMES` the first count."""
         if len(self._threads) < self._most:
             name = f"{self._name}-{len(self._threads)}"
-            thread = threading.Thread(target=_run, args=(self._work,), name=name, daemon=True)
+            work = self._work, self._nice
+            thread = threading.Thread(target=_run, args=work, name=name, daemon=True)
             self._threads.append(thread)
             thread.start()
 
@@ -63,6 +65,9 @@ class Workers:
         return not any(thread.is_alive() for thread in self._threads)
 
 
-def _run(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+def _run(work: queue.SimpleQueue[Callable[[], None] | None], nice: int) -> None:
+    me = threading.get_native_id()  # to Linux, a thread is a process with a priority of its own
+    if nice > os.getpriority(os.PRIO_PROCESS, me):
+        os.setpriority(os.PRIO_PROCESS, me, nice)
     while (one := work.get()) is not None:
         one()
