@@ -91,25 +91,47 @@ class Core:
         if not self.budget.take(entry.entries, entry.until):
             yield False
             return
-        given, lock = [False], threading.Lock()
-
-        def give() -> None:
-            with lock:
-                if not given[0]:
-                    given[0] = True
-                    self.budget.give(entry.entries)
-
-        def stalled() -> None:
-            self.count("calls.stalled")
-            for name in entry.breakers:
-                self.breakers.trip(name)
-            self.claims.stick(entry.puts)
-            give()
-            self.movers.grow()
-            self.callers.grow()
-
+        inside = _Inside(self, entry)
         try:
-            with self.keeper.watching(stalled, entry.nbytes):
+            with self.keeper.watching(inside.stalled, entry.nbytes):
                 yield True
         finally:
-            give()
+            inside.over()
+
+
+@dataclass(slots=True)
+class _Inside:
+    """A call in the library. Invariant: its room is given back once, by whichever comes first."""
+
+    core: Core
+    entry: Entry
+    _grown: list[Workers] = field(default_factory=list)
+    _room: bool = True
+    _over: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def stalled(self) -> None:
+        """Leave alone what it waits for, and let others have its room and threads."""
+        core = self.core
+        with self._lock:
+            if self._over:
+                return
+            core.count("calls.stalled")
+            for name in self.entry.breakers:
+                core.breakers.trip(name)
+            core.claims.stick(self.entry.puts)
+            self._give()
+            self._grown = [some for some in (core.movers, core.callers) if some.grow()]
+
+    def over(self) -> None:
+        """Give back what it had; the threads that came for it go."""
+        with self._lock:
+            self._over = True
+            self._give()
+            for workers in self._grown:
+                workers.shrink()
+
+    def _give(self) -> None:
+        if self._room:
+            self._room = False
+            self.core.budget.give(self.entry.entries)

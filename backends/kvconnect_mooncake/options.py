@@ -25,7 +25,8 @@ class MooncakeOptions:
     `segment`: memory this process gives to the store; `prefix`: goes before every key, so that
     stores can share a master; `lease`: the master's ``default_kv_lease_ttl``, which it must
     match; `entries`: runs inside the library at once; `side`: buffer of the trailers;
-    `breaker`: how long what failed is left alone; `admin`: HTTP ``host:port;host:port`` of all
+    `breaker`: how long what failed is left alone; `linger`: how long the key and the space of a
+    store that failed are, as its bytes may come late; `admin`: HTTP ``host:port;host:port`` of all
     masters, for listing; `max_region_bytes`: most that one registration may have, found out where
     it is not given; `soft_pin`: how long stored objects resist eviction; `group`: ``page`` evicts
     the objects of a page together; `close_timeout`: how long closing waits for the library.
@@ -47,6 +48,7 @@ class MooncakeOptions:
     threads: int = 4
     side: Bytes = 256 << 10
     breaker: float = 10.0
+    linger: float = 120.0
     space_wait: float = 2.0
     close_timeout: float = 5.0
     min_run_bytes: Bytes | None = None
@@ -59,11 +61,7 @@ class MooncakeOptions:
 
     def __post_init__(self) -> None:
         """Refuse numbers that no store can have; `ConfigError` names the option."""
-        for name in ("lease", "timeout", "rpc_timeout", "breaker", "close_timeout"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(
-                    f"mooncake: {name}={getattr(self, name)} s; it must be above 0 and finite"
-                )
+        self._check_times()
         for name, low, high in (
             ("replicas", 1, 64),
             ("threads", 1, 64),
@@ -90,8 +88,16 @@ class MooncakeOptions:
                 f"mooncake: ssd={self.ssd!r} keeps what leaves this process's segment, and "
                 f"segment=0; give both where the memory is"
             )
-        if not 0 <= self.space_wait < math.inf:
-            raise ConfigError(f"mooncake: space_wait={self.space_wait} s; it must be finite")
+
+    def _check_times(self) -> None:
+        for name in ("lease", "timeout", "rpc_timeout", "breaker", "close_timeout"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(
+                    f"mooncake: {name}={getattr(self, name)} s; it must be above 0 and finite"
+                )
+        for name in ("space_wait", "linger"):
+            if not 0 <= (value := getattr(self, name)) < math.inf:
+                raise ConfigError(f"mooncake: {name}={value} s; it must be 0 or more and finite")
 
     @property
     def smallest_run(self) -> int:

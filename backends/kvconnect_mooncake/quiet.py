@@ -131,7 +131,9 @@ class Keeper:
             return sum(held.nbytes for held in self._held)
 
     def __len__(self) -> int:
-        return len(self._held)
+        """Count what holds memory."""
+        with self._changed:
+            return sum(held.nbytes > 0 for held in self._held)
 
     def stop(self) -> None:
         """End the thread; what is still held is never released."""

@@ -28,6 +28,7 @@ def stats(core: Core, memory: Memory, jobs: Sequence[Job]) -> dict[str, int | fl
         "transfers": sum(not job.done() for job in jobs),
         "quarantine_chunks": len(core.keeper),
         "quarantine_bytes": core.keeper.nbytes,
+        "puts_open": core.claims.held,
         "breakers_open": ", ".join(core.breakers.open()) or "none",
         "breaker_trips": core.breakers.trips,
         **counts,

@@ -29,14 +29,21 @@ class Workers:
         for _ in range(count):
             self.grow()
 
-    def grow(self) -> None:
+    def grow(self) -> bool:
         """Add a thread in place of one that hangs, up to `MOST_TIMES` the first count."""
-        if len(self._threads) < self._most:
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        more = len(self._threads) < self._most
+        if more:
             name = f"{self._name}-{len(self._threads)}"
             work = self._work, self._nice
             thread = threading.Thread(target=_run, args=work, name=name, daemon=True)
-            self._threads.append(thread)
             thread.start()
+            self._threads.append(thread)
+        return more
+
+    def shrink(self) -> None:
+        """End a thread, as one that hung is back."""
+        self._work.put(None)
 
     def submit(self, work: Callable[[], None]) -> None:
         """Queue `work`, which must not raise."""

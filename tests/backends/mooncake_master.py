@@ -139,6 +139,7 @@ def wait_for(true, seconds=15.0, what="it"):
 def opened(master, **more):
     """Open a store on a master, with its lease and little patience."""
     fixed = {"admin": master.admin, "lease": str(master.lease), "space_wait": "0.3"}
+    fixed["linger"] = "0"
     return open_backend(master.address, fixed | more)
 
 

@@ -1,14 +1,17 @@
 """A store that is stuck in Mooncake holds up its own keys and nobody else's."""
 
+import os
+import threading
 import time
 
 import pytest
 
 from kvconnect.backend import Op, Status
 from kvconnect.testing.suite import keys
-from kvconnect.testing.suite.base import expect, filled, stored
+from kvconnect.testing.suite.base import expect, filled, put, stored
 from kvconnect_mooncake.breakers import STORES, Breakers
 from kvconnect_mooncake.claims import Claim, Claims
+from kvconnect_mooncake.workers import MOST_TIMES, Workers
 
 from .mooncake_master import Master, opened, wait_for
 
@@ -68,6 +71,37 @@ def test_a_breaker_doubts_until_something_goes_well():
     assert not one.doubts(STORES)
 
 
+def test_threads_come_for_those_that_hang_and_go_again():
+    hang, ended = threading.Event(), []
+    workers = Workers(1, "test")
+    workers.submit(hang.wait)
+    assert [workers.grow() for _ in range(MOST_TIMES)] == [True] * (MOST_TIMES - 1) + [False]
+    assert workers.call(lambda: 1).result(5) == 1
+    for _ in range(MOST_TIMES - 1):
+        workers.shrink()
+    wait_for(lambda: alive("test") == 1, 5, "the others to go")
+    hang.set()
+    assert workers.call(lambda: 2).result(5) == 2
+    assert workers.grow(), "there is room for one again"
+    workers.submit(lambda: ended.append(True))
+    assert workers.stop(5)
+    assert (alive("test"), ended) == (0, [True])
+
+
+def alive(name):
+    return sum(thread.name.startswith(f"{name}-") for thread in threading.enumerate())
+
+
+def test_a_thread_is_as_nice_as_it_is_told():
+    plain, nice = Workers(1, "plain"), Workers(1, "nice", nice=7)
+    told = [w.call(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())).result(5)
+            for w in (plain, nice)]  # fmt: skip
+    here = os.getpriority(os.PRIO_PROCESS, 0)
+    assert told == [here, max(here, 7)]
+    assert plain.stop(5)
+    assert nice.stop(5)
+
+
 def test_a_key_that_is_stuck_is_no_reason_to_wait(stuck):
     store, held, names = stuck
     wait_for(lambda: not store.core.breakers.open(), 5, "the breaker's pause")
@@ -94,3 +128,36 @@ def test_after_a_failure_one_object_is_tried(stuck, master):
     assert good == [True] * 16 or not any(good), "all of it after one went well, or nothing"
     wait_for(lambda: store.submit(part(held, names, 16, 32)).wait(30).prefix == 16, 60, "recovery")
     stored(store, names[16:], [MIB] * 16)
+
+
+def test_the_place_of_a_store_that_failed_stays_empty(master):
+    """Its bytes may come late: nobody else's are put there until then."""
+    names, others = keys(4), keys(56, "others")
+    large, held = filled([[4 * MIB]] * 4, names), filled([[MIB]] * 56, others)
+    with (
+        opened(master, breaker="1", linger="8") as store,
+        opened(master) as second,
+        store.register([large.region]),
+        second.register([held.region]),
+    ):
+        put(store, keys(1, "first"), [64])  # a connection; without one no byte is on its way
+        master.owners[0].stop()
+        transfer = store.submit(large.batch(Op.STORE, names))
+        wait_for(transfer.done, 90, "the end of the put")
+        assert not transfer.wait(0).ok.any()
+        master.owners[0].go_on()
+        begin = time.monotonic()
+        outcome = second.submit(held.batch(Op.STORE, others)).wait(30)
+        assert not outcome.ok.all(), "there is no room beside 16 MiB that are waited for"
+        assert set(outcome.status[~outcome.ok]) == {Status.NO_SPACE}
+        again = store.submit(large.batch(Op.STORE, names)).wait(30)
+        assert "stuck" in again.causes[0] or "failed lately" in again.causes[0]
+        wait_for(lambda: not store.core.claims.held, 20, "the put to be given up")
+        assert time.monotonic() - begin > 5
+        wait_for(lambda: put_all(second, held, others), 20, "room")
+        stored(second, others, [MIB] * 56)
+
+
+def put_all(store, held, names):
+    """Store, and tell whether all of it was."""
+    return store.submit(held.batch(Op.STORE, names)).wait(30).ok.all()
