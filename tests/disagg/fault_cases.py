@@ -1,6 +1,7 @@
 """Faults of processes in mid-transfer: killed, stopped, started again, aborted."""
 
 import time
+from contextlib import closing
 
 import pytest
 
@@ -54,8 +55,8 @@ class ProcessFaults(FaultBase):
                 baseline = baseline or self.alone(source)
             self.back_to(source, baseline)
 
-    @pytest.mark.parametrize("stage", STAGES)
-    def test_sigstop_of_prefill_keeps_its_pages_out_of_use_until_it_goes_on(self, stage):
+    def stopped_rounds(self, stage):
+        """Yield both sides and a number while a transfer moves; then all must be well again."""
         patience = {"peer_timeout": self.silence}
         with self.prefill(stage=stage, **patience) as source, self.decode(**patience) as target:
             self.meet(source, target)
@@ -66,6 +67,15 @@ class ProcessFaults(FaultBase):
                 started = self.middle(source)
                 self.begin(source, target, f"r{number}")
                 started()
+                yield source, target, number
+                self.good(source, target, f"good{number}")
+            self.back_to(source, baseline[0])
+            self.back_to(target, baseline[1])
+
+    @pytest.mark.parametrize("stage", STAGES)
+    def test_sigstop_of_prefill_keeps_its_pages_out_of_use_until_it_goes_on(self, stage):
+        with closing(self.stopped_rounds(stage)) as rounds:
+            for source, target, number in rounds:
                 source.freeze()
                 self.fails(target, f"r{number}", f"silent for {self.silence} s")
                 assert not target.quiet(f"r{number}", 0.1)
@@ -76,22 +86,11 @@ class ProcessFaults(FaultBase):
                 self.rests(source, f"r{number}")
                 assert target.painted(EVERYTHING, PAINT)
                 self.meet(source, target)
-                self.good(source, target, f"good{number}")
-            self.back_to(source, baseline[0])
-            self.back_to(target, baseline[1])
 
     @pytest.mark.parametrize("stage", STAGES)
     def test_sigstop_of_decode(self, stage):
-        patience = {"peer_timeout": self.silence}
-        with self.prefill(stage=stage, **patience) as source, self.decode(**patience) as target:
-            self.meet(source, target)
-            self.good(source, target, "warm")
-            baseline = source.counts(), target.counts()
-            for number in range(self.rounds // 2):
-                target.paint(self.target, PAINT)
-                started = self.middle(source)
-                self.begin(source, target, f"r{number}")
-                started()
+        with closing(self.stopped_rounds(stage)) as rounds:
+            for source, target, number in rounds:
                 target.freeze()
                 state, reason = self.ends(source, f"r{number}")
                 assert state == "failed" or stage == "never"
@@ -108,9 +107,6 @@ class ProcessFaults(FaultBase):
                     # Everything was written while it stood still, so it may be counted in.
                     assert target.wait(f"r{number}", 10.0)[0] == "done"
                     assert target.holds(self.target, 1, PAINT)
-                self.good(source, target, f"good{number}")
-            self.back_to(source, baseline[0])
-            self.back_to(target, baseline[1])
 
     def while_stopped(self, source, name, number):
         """What holds on the prefill side while the decode process stands still."""
