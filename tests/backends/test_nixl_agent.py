@@ -235,3 +235,26 @@ def test_device_ids_are_no_file_descriptors():
     ids = np.concatenate([device_ids(3), device_ids(2)])
     assert len(set(ids.tolist())) == 5
     assert ids.min() >= FIRST_ID > resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+
+
+@pytest.mark.parametrize(("said", "kept"), [(0, library_module.PROGRESS_MICROSECONDS), (7, 7)])
+def test_progress_threads_pause(said, kept):
+    class Config:
+        pthrDelay = None  # noqa: N815 - NIXL's own name
+
+    made = []
+
+    def nixl_agent(name, config):
+        made.append(bindings.nixlAgentConfig())
+        made[-1].pthrDelay = said
+        return name
+
+    bindings = SimpleNamespace(nixlAgentConfig=Config)
+    strict = SimpleNamespace(NIXL_THREAD_SYNC_STRICT=1)
+    api = SimpleNamespace(
+        nixlBind=bindings, nixl_agent=nixl_agent, nixl_agent_config=dict, nixl_thread_sync_t=strict
+    )
+    assert Library("fake", api).agent("a") == "a"
+    assert made[0].pthrDelay == kept
+    assert isinstance(made[0], Config)
+    assert bindings.nixlAgentConfig is Config, "only for agents of ours"

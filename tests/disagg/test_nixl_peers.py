@@ -1,3 +1,5 @@
+import time
+
 import msgspec
 import numpy as np
 import pytest
@@ -25,6 +27,14 @@ class TestNixlOverTcp(ProcessCases):
     @pytest.fixture(autouse=True)
     def tcp(self, monkeypatch):
         monkeypatch.setenv("UCX_TLS", "tcp")
+
+
+def test_ranks_that_do_nothing_take_no_processor():
+    with open_transport("nixl") as one, open_transport("nixl") as other:
+        one.connect(other.describe(), 10)
+        before = time.process_time()
+        time.sleep(1.0)
+        assert time.process_time() - before < 0.5, "a thread that never sleeps takes 1 s"
 
 
 @pytest.fixture(scope="module")
