@@ -85,6 +85,9 @@ class Endpoint(Closing):
         self.side, self.identity = self.pools.sides[KV], identity
         self.transport, self.generation = transport, transport.generation
         self.peers: dict[str, PeerRank] = {}
+        self.borrowed: dict[str, set[int]] = {}
+        """Staging slots of other ranks that this one has, by generation: pushes into them may
+        outlive what is known of the rank."""
         self._plans = Plans()
         self._closing = False
         self._rested = threading.Event()
@@ -187,7 +190,7 @@ class Endpoint(Closing):
         peer.heard = time.monotonic()
         if isinstance(message, Ping):
             if message.answer:
-                slots = tuple(peer.slots)
+                slots = tuple(self.borrowed.get(peer.generation, ()))
                 self.send_to(peer, Ping(answer=False, number=message.number, slots=slots))
             else:
                 self.on_answer(peer, message)

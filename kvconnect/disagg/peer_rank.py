@@ -30,8 +30,6 @@ class PeerRank:
     lost: str | None = None
     """Why the peer counts as lost."""
     cause: Cause = Cause.PEER_LOST
-    slots: set[int] = field(default_factory=set)
-    """Staging slots of it that this side has."""
     ended: float | None = None
     """When its process was seen to have ended."""
     plans: dict[Section, PairPlan] = field(default_factory=dict)

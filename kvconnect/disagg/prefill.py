@@ -169,14 +169,17 @@ class PrefillEndpoint(Endpoint):
         elif isinstance(message, Taken):
             self._taken(peer, message)
         elif isinstance(message, Lent):
-            peer.slots.add(message.slot)
+            self.borrowed.setdefault(peer.generation, set()).add(message.slot)
             if not self._outbound.lend(message.claim, message.slot):
                 self.send_to(peer, Back(message.slot))
 
     def send_to(self, peer: PeerRank, message: Message) -> None:
         """Channel thread: send to a peer, and note which of its slots this side has no more."""
         if isinstance(message, (Back, Staged)):
-            peer.slots.discard(message.slot)
+            held = self.borrowed.get(peer.generation, set())
+            held.discard(message.slot)
+            if not held:
+                self.borrowed.pop(peer.generation, None)
         super().send_to(peer, message)
 
     def _granted(self, peer: PeerRank, grant: Grant) -> None:

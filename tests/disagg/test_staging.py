@@ -33,6 +33,15 @@ def cluster_with(slots, pieces_per_slot=1, **options):
     return Cluster(PREFILL, DECODE, stage="always", staging=slot * slots, slot=slot, **options)
 
 
+def arrives(cluster, source, target, tokens):
+    """Move a request, whole and right, and leave no slot behind."""
+    going = [p.send("r", source) for p in cluster.prefills]
+    going += [d.receive("r", target) for d in cluster.decodes]
+    assert all(r.wait().ok for r in going), going
+    assert all(cluster.holds(target, tokens))
+    until(lambda: slots_at_rest(cluster))
+
+
 def slots_at_rest(cluster):
     ends = cluster.prefills + cluster.decodes
     return all(end.ring.free == end.ring.slots for end in ends)
@@ -45,11 +54,7 @@ def test_more_pieces_than_slots_arrive_in_order(slots, pieces):
         for side in cluster.sources:
             fill(side, src, 120)
         cluster.connect().blank()
-        going = [p.send("r", src) for p in cluster.prefills]
-        going += [d.receive("r", dst) for d in cluster.decodes]
-        assert all(r.wait().ok for r in going), going
-        assert all(cluster.holds(dst, 120))
-        until(lambda: slots_at_rest(cluster))
+        arrives(cluster, src, dst, 120)
 
 
 def test_when_the_memory_is_full_senders_wait_and_nothing_fails():
@@ -141,11 +146,26 @@ def test_slots_of_messages_that_get_lost_come_back(kind, monkeypatch):
                 assert all(r.quiet(5) for r in going)
             until(lambda: slots_at_rest(cluster))
         cluster.blank()
-        going = [p.send("r", pages) for p in cluster.prefills]
-        going += [d.receive("r", pages) for d in cluster.decodes]
-        assert all(r.wait().ok for r in going), going
-        assert all(cluster.holds(pages, 160))
-        until(lambda: slots_at_rest(cluster))
+        arrives(cluster, pages, pages, 160)
+
+
+def test_slots_that_are_out_stay_out_when_the_prefill_side_forgets_the_rank_and_meets_it_again():
+    with cluster_with(2, ping=0.05) as cluster:
+        cluster.connect()
+        prefill, decode = cluster.prefills[0], cluster.decodes[0]
+        peer = prefill.peers[decode.generation]
+        prefill._outbound.lend = lambda *_: True  # a push into the slot is under way
+        prefill.in_thread(lambda: prefill.send_to(peer, Want(78, 2)))
+        until(lambda: decode.ring.free == 0)
+        peer.ended = time.monotonic()  # as when the line to it breaks
+        until(lambda: prefill.peers.get(decode.generation) is not peer)
+        decode.connect(cluster.addresses)
+        assert prefill.peers[decode.generation] is not peer
+        time.sleep(0.5)  # ten pings
+        assert decode.ring.free == 0
+        for slot in range(2):
+            prefill.in_thread(partial(prefill.send_to, peer, Back(slot)))
+        until(lambda: decode.ring.free == 2)
 
 
 def test_only_what_a_rank_should_have_had_when_it_was_asked_was_lost():
