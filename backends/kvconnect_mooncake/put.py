@@ -56,10 +56,12 @@ class _Put:
         self.busy_until = now + BUSY_SECONDS
         try:
             self._rounds(self._tried(todo) if core.breakers.doubts(STORES) else todo)
-        except BaseException:
+        except Exception as error:
             if not self.loose:
                 core.slots.give(self.slots)
-            raise
+                raise
+            # What had failed before is still the library's, and is not forgotten for this.
+            chunk.settle_rest(Status.BACKEND_ERROR, str(error), dirty=True)
         if not self.loose:
             core.slots.give(self.slots)
             return None
@@ -128,12 +130,14 @@ class _Put:
         by_code: dict[int, list[int]] = {}
         for at, code in zip(mine, codes, strict=True):
             by_code.setdefault(code, []).append(at)
-        core.claims.give([chunk.names[at] for at, n in zip(mine, codes, strict=True) if n != 0])
+        if stale := by_code.get(Code.REFUSED):
+            # Nobody here has it open: a master that was lost left it open in the library. At
+            # once, while it is ours: later the same call would end what another put here began.
+            give_up(core, [chunk.names[at] for at in stale])
+        for code in by_code.keys() - {0, Code.REFUSED}:
+            core.claims.give([chunk.names[at] for at in by_code[code]])
         self._write(by_code.pop(0, []), tail)
         again += self._compare(by_code.pop(Code.EXISTS, []))
-        if stale := by_code.get(Code.REFUSED):
-            # Nobody here has it open: a master that was lost left it open in the library.
-            give_up(core, [chunk.names[at] for at in stale])
         limits: dict[int, float] = {
             Code.NO_SPACE: self.space_until,
             Code.QUOTA: self.space_until,

@@ -158,6 +158,34 @@ def test_the_place_of_a_store_that_failed_stays_empty(master):
         stored(second, others, [MIB] * 56)
 
 
+def test_what_failed_is_held_also_where_the_call_after_it_raises(master, monkeypatch):
+    """One object of two fails on its way, and then the master does not answer."""
+    names = keys(2)
+    held = filled([[MIB]] * 2, names)
+    with opened(master, breaker="1") as store, store.register([held.region]):
+        real = store.core.client._store
+
+        class Failing:
+            def __getattr__(self, call):
+                if call == "batch_put_from_multi_buffer_ranges":
+                    return lambda *a: [getattr(real, call)(*a)[0], -800]
+                if call == "batch_put_session_end":
+                    return lambda put: [-900] * len(put)
+                return getattr(real, call)
+
+        monkeypatch.setattr(store.core.client, "_store", Failing())
+        transfer = store.submit(held.batch(Op.STORE, names))
+        expect(transfer.wait(10), *[Status.BACKEND_ERROR] * 2)
+        assert not transfer.done(), "the library may still read it"
+        assert store.core.slots.used == 2
+        monkeypatch.undo()
+        wait_for(transfer.done, 20, "quiet")
+        wait_for(lambda: not store.core.claims.held, 5, "the put to be given up")
+        assert store.core.slots.used == 0
+        wait_for(lambda: put_all(store, held, names), 20, "recovery")
+        stored(store, names, [MIB] * 2)
+
+
 def put_all(store, held, names):
     """Store, and tell whether all of it was."""
     return store.submit(held.batch(Op.STORE, names)).wait(30).ok.all()
