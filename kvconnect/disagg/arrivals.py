@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvconnect.disagg.carry import Carried, carry
-from kvconnect.disagg.cause import Cause, RequestError, cause_of, cause_of_outcome
+from kvconnect.disagg.cause import Cause, RequestError, cause_of
 from kvconnect.disagg.checksum import checksum
 from kvconnect.disagg.endpoint import Endpoint
 from kvconnect.disagg.intake import Heap, Intake, Receiving
@@ -88,9 +88,9 @@ class Arrivals:
                 self._ledger.fail(receiving, words, cause_of(error))
                 return
             intake.lingering += carried.lingering
-            if (failure := carried.failure) is not None:
-                words = f"{section}: {failure.cause}"
-                self._ledger.fail(receiving, words, cause_of_outcome(failure))
+            if (trouble := carried.trouble()) is not None:
+                words, cause = trouble
+                self._ledger.fail(receiving, f"{section}: {words}", cause)
                 return
             intake.nbytes += carried.nbytes
             self._counted(receiving, intake)
@@ -121,7 +121,7 @@ class Arrivals:
                 until=receiving.until,
                 stop=receiving.stop,
             )
-        if carried.failure is not None:
+        if carried.trouble() is not None:
             return carried
         if carried.nbytes != (want := plan.piece_nbytes * pieces):
             words = f"{carried.nbytes} B were confirmed, the plan has {want} B"

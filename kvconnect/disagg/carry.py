@@ -9,11 +9,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
+from kvconnect.disagg.cause import Cause, cause_of, cause_of_outcome, noted
 from kvconnect.disagg.transport import (
     Peer,
     PeerCapabilities,
@@ -31,11 +32,24 @@ _POLL_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """How a carry ended: confirmed bytes, the first failure, and transfers not quiet yet."""
+    """How a carry ended: confirmed bytes, the first failure, and transfers not quiet yet.
+
+    `raised`: the failure of one that could not go on. Never raised by a carry itself, because
+    what had been submitted before would be forgotten with it while it still moves.
+    """
 
     nbytes: int
     failure: PeerOutcome | None = None
     lingering: tuple[PeerTransfer, ...] = ()
+    raised: Exception | None = None
+
+    def trouble(self) -> tuple[str, Cause] | None:
+        """Return why it failed, for people and for programs; None where all bytes are there."""
+        if self.raised is not None:
+            return str(self.raised), cause_of(self.raised)
+        if self.failure is not None:
+            return self.failure.cause, cause_of_outcome(self.failure)
+        return None
 
 
 def batches(runs: Runs, capabilities: PeerCapabilities, max_bytes: int) -> Iterator[Runs]:
@@ -63,24 +77,34 @@ def carry(
 ) -> Carried:
     """Move all runs until `until` (monotonic seconds); `stop` ends it early."""
     under_way: deque[PeerTransfer] = deque()
-    confirmed, failure = 0, None
-    for part in batches(runs, transport.capabilities, batch_bytes):
-        if (failure := stopped(until, stop)) is not None:
-            break
-        under_way.append(transport.submit(peer, way, part, until - time.monotonic()))
-        if len(under_way) >= _DEPTH:
-            outcome = _next(under_way, until, stop)
-            confirmed += outcome.nbytes
-            if not outcome.ok:
-                failure = outcome
-                break
-    while failure is None and under_way:
+    confirmed, failure, raised = 0, None, None
+
+    def arrive() -> PeerOutcome | None:
+        nonlocal confirmed
         outcome = _next(under_way, until, stop)
         confirmed += outcome.nbytes
-        failure = None if outcome.ok else outcome
+        return None if outcome.ok else outcome
+
+    try:
+        for part in batches(runs, transport.capabilities, batch_bytes):
+            if (failure := stopped(until, stop)) is not None:
+                break
+            under_way.append(transport.submit(peer, way, part, until - time.monotonic()))
+            if len(under_way) >= _DEPTH and (failure := arrive()) is not None:
+                break
+        while failure is None and under_way:
+            failure = arrive()
+    except Exception as error:  # noqa: BLE001 - handed on in what is returned
+        raised = noted(error)
+    return Carried(confirmed, failure, let_go(under_way), raised)
+
+
+def let_go(under_way: Iterable[PeerTransfer]) -> tuple[PeerTransfer, ...]:
+    """Cancel transfers; those that are not quiet yet."""
+    under_way = list(under_way)
     for transfer in under_way:
         transfer.cancel()
-    return Carried(confirmed, failure, tuple(t for t in under_way if not t.done()))
+    return tuple(transfer for transfer in under_way if not transfer.done())
 
 
 def stopped(until: float, stop: threading.Event) -> PeerOutcome | None:

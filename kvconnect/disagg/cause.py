@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import logging
 
 from kvconnect.disagg.transport import PeerOutcome, PeerStatus
 from kvconnect.errors import (
@@ -12,6 +13,8 @@ from kvconnect.errors import (
     TransferTimeoutError,
     UnavailableError,
 )
+
+log = logging.getLogger("kvconnect.disagg")
 
 
 class Cause(enum.Enum):
@@ -75,6 +78,13 @@ class RequestError(KVConnectError):
         """`words` are for people."""
         super().__init__(words)
         self.cause = cause
+
+
+def noted(error: Exception) -> Exception:
+    """Return an error; one that is no typed error, so a bug, leaves its traceback in the log."""
+    if not isinstance(error, KVConnectError):
+        log.error("kvconnect: in a worker", exc_info=error)
+    return error
 
 
 def cause_of(error: Exception | None) -> Cause:

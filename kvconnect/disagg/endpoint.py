@@ -17,7 +17,7 @@ from typing import Any
 from kvconnect.attach import register_pool
 from kvconnect.backend import Closing
 from kvconnect.disagg.blocks import Packer
-from kvconnect.disagg.cause import Cause
+from kvconnect.disagg.cause import Cause, noted
 from kvconnect.disagg.channel import Channel
 from kvconnect.disagg.conform import common_slots
 from kvconnect.disagg.granted import cut_runs, register_ring
@@ -169,7 +169,7 @@ class Endpoint(Closing):
             try:
                 result, error = work(), None
             except Exception as caught:  # noqa: BLE001 - handed on to whoever waits
-                result, error = None, caught
+                result, error = None, noted(caught)
             with contextlib.suppress(ClosedError):
                 self._channel.post(lambda: then(result, error))
 

@@ -117,7 +117,7 @@ class Outbound:
                 until=until,
                 stop=order.stop,
             )
-        cause = carried.failure.cause if carried.failure is not None else ""
+        cause = (carried.trouble() or ("",))[0]
         ended = time.monotonic() - started, packed, why, cause, section.pool
         with self._lock:
             self._count += 1

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvconnect.disagg.cause import Cause, cause_of, cause_of_outcome
+from kvconnect.disagg.cause import Cause, cause_of
 from kvconnect.disagg.endpoint import Endpoint
 from kvconnect.disagg.messages import (
     Abort,
@@ -247,9 +247,9 @@ class PrefillEndpoint(Endpoint):
                 self._fail(sending.request_id, f"moving {section}: {error}", cause_of(error))
                 return
             order.lingering += sent.carried.lingering
-            if (failure := sent.carried.failure) is not None:
-                words = f"{section}: {failure.cause}"
-                self._fail(sending.request_id, words, cause_of_outcome(failure))
+            if (trouble := sent.carried.trouble()) is not None:
+                words, cause = trouble
+                self._fail(sending.request_id, f"{section}: {words}", cause)
             else:
                 self._arrived(sending, order, section, sent)
 

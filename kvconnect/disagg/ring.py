@@ -131,10 +131,14 @@ class Lender:
         del self._lent[generation][slot]
 
     def ask(self, generation: str) -> int:
-        """Return the number of a question to a rank which slots it has."""
-        number = next(self._numbers)
-        self._asked[generation] = number, dict(self._lent.get(generation, {}))
-        return number
+        """Return the number of a question to a rank which slots it has.
+
+        One that was not answered yet is asked again, so that slow answers settle something too.
+        """
+        if generation not in self._asked:
+            lent = dict(self._lent.get(generation, {}))
+            self._asked[generation] = next(self._numbers), lent
+        return self._asked[generation][0]
 
     def settle(self, generation: str, number: int, slots: Iterable[int]) -> int:
         """Take back what a rank should have had when it was asked and does not have.
@@ -142,9 +146,10 @@ class Lender:
         Messages keep their order, so what it gave back or filled before is not lent any more.
         Returns how many slots were lost.
         """
-        asked, had = self._asked.pop(generation, (0, dict[int, int]()))
+        asked, had = self._asked.get(generation, (0, dict[int, int]()))
         if number != asked:
             return 0
+        self._asked.pop(generation, None)
         now = self._lent.get(generation, {})
         lost = {slot for slot, which in had.items() if now.get(slot) == which}.difference(slots)
         for slot in lost:

@@ -18,7 +18,8 @@ from typing import Protocol
 import numpy as np
 
 from kvconnect.disagg.blocks import Packer
-from kvconnect.disagg.carry import Carried, finish, stopped
+from kvconnect.disagg.carry import Carried, finish, let_go, stopped
+from kvconnect.disagg.cause import noted
 from kvconnect.disagg.pair_plan import PairPlan
 from kvconnect.disagg.ring import Ring
 from kvconnect.disagg.transport import (
@@ -158,12 +159,14 @@ def carry_staged(
 ) -> Carried:
     """Move `pieces` pieces of `pages` packed; a worker's job. See `carry` for the result."""
     job = _Job(lane, packer, pages, until, stop)
-    failure = job.run(pieces)
+    failure = raised = None
+    try:
+        failure = job.run(pieces)
+    except Exception as error:  # noqa: BLE001 - handed on in what is returned
+        raised = noted(error)
     lane.claim.close()
-    for chunk in job.under_way:
-        chunk.cancel()
-    left = tuple(chunk for chunk in job.under_way if not chunk.done())
-    return Carried(pieces * packer.nbytes if failure is None else 0, failure, left)
+    whole = failure is None and raised is None
+    return Carried(pieces * packer.nbytes if whole else 0, failure, let_go(job.under_way), raised)
 
 
 @dataclass(eq=False)

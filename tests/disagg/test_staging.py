@@ -9,10 +9,11 @@ from kvconnect.disagg.messages import Back, Lent, Staged, Want
 from kvconnect.disagg.pair_plan import plan_pair
 from kvconnect.disagg.ring import Lender, Ring
 from kvconnect.disagg.staged import choose
+from kvconnect.disagg.requests import RequestState
 from kvconnect.disagg.transport import PeerCapabilities
 from kvconnect.errors import ConfigError
 from kvconnect.hostmem import allocate
-from tests.disagg.endpoints import Cluster
+from tests.disagg.endpoints import Cluster, Stuck
 from tests.disagg.fleet import Fleet, fill, u64
 
 PREFILL = Fleet("page_first", 2, 4, 40, (4,), 4, (8, 4))
@@ -168,6 +169,35 @@ def test_slots_that_are_out_stay_out_when_the_prefill_side_forgets_the_rank_and_
         until(lambda: decode.ring.free == 2)
 
 
+@pytest.mark.parametrize("kind", ["push", "pull", "packed"])
+def test_what_is_under_way_is_waited_for_when_the_next_batch_cannot_begin(kind, monkeypatch):
+    """A transfer that was begun holds the pages, however the request came to fail."""
+    pages = u64(range(40))
+    stage = {"stage": "always" if kind == "packed" else "never", "batch_bytes": PIECE}
+    slots = {"staging": 2 * PIECE, "slot": PIECE}
+    with Cluster(PREFILL, DECODE, **stage, **slots) as cluster:
+        cluster.connect()
+        prefill, decode = cluster.prefills[0], cluster.decodes[0]
+        end = decode if kind == "pull" else prefill
+        begun = []
+
+        def submit(*_):
+            if begun:
+                raise ZeroDivisionError("no second batch")
+            begun.append(Stuck())
+            return begun[0]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(end.transport, "submit", submit)
+            pull = {"way": "pull"} if kind == "pull" else {}
+            going = [prefill.send("r", pages), decode.receive("r", pages, **pull)]
+            until(lambda: all(one.state is RequestState.FAILED for one in going))
+        assert not going[end is decode].quiet(0.5), "the first batch still moves"
+        begun[0].let_go.set()
+        assert all(one.quiet(5) for one in going)
+        until(lambda: slots_at_rest(cluster))
+
+
 def test_only_what_a_rank_should_have_had_when_it_was_asked_was_lost():
     with Ring(allocate(1 << 16, "staging"), 1 << 14) as ring:
         lender = Lender(ring)
@@ -175,10 +205,10 @@ def test_only_what_a_rank_should_have_had_when_it_was_asked_was_lost():
         lender.pump()
         first = lender.ask("a")
         assert lender.settle("a", first + 1, []) == 0, "the answer to no question"
-        first = lender.ask("a")
         lender.want("a", 1, 1)
         lender.pump()  # slot 2 is on its way while the answer comes
         lender.take_back("a", 1)
+        assert lender.ask("a") == first, "asked again, as no answer came by now"
         assert lender.settle("a", first, [0]) == 0
         assert lender.settle("a", first, []) == 0, "an answer counts once"
         assert lender.settle("a", lender.ask("a"), [2]) == 1
