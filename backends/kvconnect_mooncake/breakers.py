@@ -23,6 +23,7 @@ class Breakers:
         """`seconds`: how long a name stays tripped."""
         self.seconds, self._clock = seconds, clock
         self._until: dict[str, float] = {}
+        self._trials: set[str] = set()
         self._lock = threading.Lock()
         self.trips = 0
 
@@ -30,6 +31,7 @@ class Breakers:
         """Note a failure."""
         with self._lock:
             self._until[name] = self._clock() + self.seconds
+            self._trials.discard(name)
             self.trips += 1
 
     def heal(self, name: str) -> None:
@@ -37,6 +39,7 @@ class Breakers:
         if self._until:
             with self._lock:
                 self._until.pop(name, None)
+                self._trials.discard(name)
 
     def passes(self, name: str) -> bool:
         """Tell whether a call may try; the first after the pause takes the trial."""
@@ -49,7 +52,15 @@ class Breakers:
             if self._clock() < until:
                 return False
             self._until[name] = self._clock() + self.seconds
+            self._trials.add(name)
             return True
+
+    def hand_on(self, name: str) -> None:
+        """Let the next call take a trial that said nothing; does nothing once it was decided."""
+        with self._lock:
+            if name in self._trials:
+                self._trials.remove(name)
+                self._until[name] = self._clock()
 
     def doubts(self, name: str) -> bool:
         """Tell whether nothing has gone well since the last failure."""

@@ -13,7 +13,7 @@ from kvconnect.errors import BackendError, CapabilityError, CapacityError, Confi
 from kvconnect_mooncake import trailer
 from kvconnect_mooncake.core import Core
 from kvconnect_mooncake.foreign import Code, words
-from kvconnect_mooncake.put import read_trailers
+from kvconnect_mooncake.tails import read_trailers
 from kvconnect_mooncake.trailer import Trailer
 
 MAX_RECORD_BYTES = 64 << 10

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import TimeoutError as Late
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -74,27 +74,27 @@ class Core:
                 f"mooncake: the master gave no answer in rpc_timeout={limit:g} s"
             ) from None
 
-    def made(self, call: Callable[[], T]) -> T:
-        """Make a transfer call and return what it returns, on a thread that is nice to others.
+    def call(self, entry: Entry, work: Callable[[], T]) -> tuple[T, float] | None:
+        """Make a call that moves bytes; return what it returns and the seconds that it took.
 
-        The library waits by asking again and again. At the priority of the threads that move
-        the bytes, on few cores, it takes their time: a third of the throughput of loads.
-        """
-        return self.callers.call(call).result()
-
-    @contextmanager
-    def calling(self, entry: Entry) -> Iterator[bool]:
-        """Enter the library; False where there is no room in time.
-
-        Others get the room and the threads of a call that stalls.
+        None where there was no room for it, or no thread, in time. Others get both of a call
+        that stalls. The thread is nice to others, because the library waits by asking again and
+        again: at the priority of the threads that move the bytes, on few cores, it takes their
+        time, a third of the throughput of loads.
         """
         if not self.budget.take(entry.entries, entry.until):
-            yield False
-            return
+            return None
         inside = _Inside(self, entry)
-        try:
+
+        def made() -> tuple[T, float] | None:
+            began = time.monotonic()
+            if began > entry.until:
+                return None
             with self.keeper.watching(inside.stalled, entry.nbytes):
-                yield True
+                return work(), time.monotonic() - began
+
+        try:
+            return self.callers.call(made).result()
         finally:
             inside.over()
 

@@ -84,16 +84,15 @@ class _Get:
         entries = min(sum(map(len, sizes)), most)
         owners = {owner for at in self.live for owner in self.owners[at]}
         nbytes = sum(map(sum, sizes))
-        with core.calling(Entry(entries, nbytes, self.chunk.job.until, owners)) as entered:
-            if not entered:
-                return [NOT_MADE] * len(names)
-            began = time.monotonic()
-            try:
-                if len(sizes[0]) <= most:
-                    return core.made(lambda: core.client.get(names, addresses, sizes))
-                return core.made(lambda: [self._read_long(names[0], addresses[0], sizes[0])])
-            finally:
-                self.took = time.monotonic() - began
+        entry = Entry(entries, nbytes, self.chunk.job.until, owners)
+        if len(sizes[0]) <= most:
+            made = core.call(entry, lambda: core.client.get(names, addresses, sizes))
+        else:
+            made = core.call(entry, lambda: [self._read_long(names[0], addresses[0], sizes[0])])
+        if made is None:
+            return [NOT_MADE] * len(names)
+        codes, self.took = made
+        return codes
 
     def _read_long(self, name: str, addresses: list[int], sizes: list[int]) -> int:
         code = self.core.client.open_get(name)
@@ -115,7 +114,7 @@ class _Get:
         at = self.live[n]
         want, owners = self.chunk.nbytes[at] + self.tails[n], self.owners[at]
         if code == NOT_MADE:
-            self.chunk.settle(at, Status.TIMEOUT, "too many entries in the library")
+            self.chunk.settle(at, Status.TIMEOUT, "no room for it in the library")
             return False
         if code != want:
             status = status_of(code) if code < 0 else Status.SIZE_MISMATCH

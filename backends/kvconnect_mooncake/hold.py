@@ -56,9 +56,6 @@ def _linger(core: Core, names: Sequence[str]) -> None:
     def release() -> None:
         core.movers.submit(lambda: give_up(core, names))
 
-    if not core.options.linger:
-        release()
-        return
     until = time.monotonic() + core.options.linger
     core.keeper.hold(Held((), until, core.keeper.rule.settle, release, 0))
 

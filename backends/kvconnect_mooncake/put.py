@@ -7,14 +7,16 @@ or that it compared with its own are reported OK.
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvconnect.backend import Status
 from kvconnect_mooncake import rows, slots, trailer
 from kvconnect_mooncake.breakers import STORES
 from kvconnect_mooncake.claims import Claim
+from kvconnect_mooncake.compare import Compared, compare
 from kvconnect_mooncake.core import Core, Entry
 from kvconnect_mooncake.foreign import NOT_MADE, SETTLED, Code, status_of, words
 from kvconnect_mooncake.hold import Hold, give_up
@@ -25,6 +27,13 @@ from kvconnect_mooncake.trailer import Trailer
 BUSY_SECONDS = 40.0
 """How long another writer is waited for: the master discards an abandoned put after 30 s."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.002, 0.1
+
+
+def pauses() -> Iterator[int]:
+    """Count, with a pause before every number but the first, twice as long as the one before."""
+    for number in itertools.count():
+        yield number
+        time.sleep(min(FIRST_PAUSE * 2**number, LONGEST_PAUSE))
 
 
 def store(core: Core, chunk: Chunk) -> Hold | None:
@@ -73,23 +82,35 @@ class _Put:
 
         A call lasts as long as its slowest entry, and each entry to a dead owner takes seconds.
         """
-        for count, at in enumerate(todo, 1):
-            self._rounds([at])
-            if not self.core.breakers.doubts(STORES):
-                return todo[count:]
-            if self.loose or self.chunk.job.stop_reason() is not None:
+        chunk, breakers = self.chunk, self.core.breakers
+        for _ in pauses():
+            again: list[int] = []
+            for count, at in enumerate(todo, 1):
+                again += self._round([at])
+                if not breakers.doubts(STORES):
+                    return again + todo[count:]
+                if self.loose:
+                    words = "a store failed lately, and the next one too"
+                    chunk.settle_rest(Status.BACKEND_ERROR, words)
+                    return []
+                if (stop := chunk.job.stop_reason()) is not None:
+                    chunk.settle_rest(stop, "")
+                    again = []
+                    break
+            if not again:
                 break
-        self.chunk.settle_rest(Status.BACKEND_ERROR, "a store failed lately, and the next one too")
+            todo = again
+        # No byte was moved, as of keys that are there already: so the next one is the trial.
+        breakers.hand_on(STORES)
         return []
 
     def _rounds(self, todo: list[int]) -> None:
-        pause = FIRST_PAUSE
-        while todo := self._round(todo):
+        for _ in pauses():
+            if not (todo := self._round(todo)):
+                return
             if (stop := self.chunk.job.stop_reason()) is not None:
                 self.chunk.settle_rest(stop, "")
                 return
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
 
     def _has_bytes(self, at: int) -> bool:
         if self.chunk.nbytes[at] < 1:
@@ -193,7 +214,7 @@ class _Put:
         bad = [n for n in range(len(mine)) if codes[n] != want[n]]
         for n in bad:
             late = codes[n] == NOT_MADE
-            cause = "too many entries in the library" if late else words(codes[n])
+            cause = "no room for it in the library" if late else words(codes[n])
             self.chunk.settle(mine[n], Status.TIMEOUT if late else Status.BACKEND_ERROR, cause)
         self._leave([names[n] for n in bad if codes[n] in SETTLED], bad=False)
         self._leave([names[n] for n in bad if codes[n] not in SETTLED])
@@ -240,17 +261,17 @@ class _Put:
         names = [chunk.names[at] for at in mine]
         entries = min(sum(map(len, sizes)), most)
         nbytes = sum(map(sum, sizes))
-        with core.calling(Entry(entries, nbytes, chunk.job.until, [STORES], names)) as entered:
-            if not entered:
-                return [NOT_MADE] * len(names)
-            began = time.monotonic()
-            try:
-                if len(sizes[0]) <= most:
-                    begin = [rows.starts(one) for one in sizes]
-                    return core.made(lambda: core.client.put_runs(names, addresses, sizes, begin))
-                return core.made(lambda: [self._move_long(names, addresses[0], sizes[0])])
-            finally:
-                self.took = max(self.took, time.monotonic() - began)
+        entry = Entry(entries, nbytes, chunk.job.until, [STORES], names)
+        if len(sizes[0]) <= most:
+            begin = [rows.starts(one) for one in sizes]
+            made = core.call(entry, lambda: core.client.put_runs(names, addresses, sizes, begin))
+        else:
+            made = core.call(entry, lambda: [self._move_long(names, addresses[0], sizes[0])])
+        if made is None:
+            return [NOT_MADE] * len(names)
+        codes, took = made
+        self.took = max(self.took, took)
+        return codes
 
     def _move_long(self, name: list[str], addresses: list[int], sizes: list[int]) -> int:
         total = 0
@@ -266,42 +287,14 @@ class _Put:
         """Settle objects that are there with the same bytes; remove others; return the rest."""
         if not taken:
             return []
-        chunk, core = self.chunk, self.core
-        there, same = taken, set[int]()
-        if self.slots:
-            # Without trailers nothing proves what is there, and looking would lease it again.
-            found = core.client.find([chunk.names[at] for at in taken])
-            there = [at for at in taken if chunk.names[at] in found]
-            same, unread = self._same(there, lambda at: found[chunk.names[at]].nbytes)
-            there = [at for at in there if at not in unread]
-        for at in same:
-            chunk.settle(at, Status.OK)
-            core.count("put.same")
-        self._replace([at for at in there if at not in same])
-        again = [at for at in taken if at not in same]
+        # Without trailers nothing proves what is there, and looking would lease it again.
+        found = compare(self.core, self.chunk, taken, self.sealed) if self.slots else Compared()
+        for at in found.same:
+            self.chunk.settle(at, Status.OK)
+            self.core.count("put.same")
+        self._replace([at for at in taken if at not in found.same and at not in found.unread])
+        again = [at for at in taken if at not in found.same]
         return self._unless_late(again, "leased to readers, or another writer has it open")
-
-    def _same(self, there: list[int], nbytes: Callable[[int], int]) -> tuple[set[int], set[int]]:
-        """Return the objects whose trailer says that they are the ones to store.
-
-        And those whose trailer cannot be read now: nothing says that they may be replaced.
-        """
-        same, unread = set(), set()
-        for tail in (trailer.PLAIN, trailer.EXPIRING):
-            fits = [at for at in there if nbytes(at) == self.chunk.nbytes[at] + tail]
-            told = read_trailers(
-                self.core,
-                [self.chunk.keys[at] for at in fits],
-                [self.chunk.nbytes[at] for at in fits],
-                tail,
-                self.chunk.job.until,
-            )
-            for at, one in zip(fits, told, strict=True):
-                if isinstance(one, Trailer) and one.serves(self.sealed[at]):
-                    same.add(at)
-                elif isinstance(one, Status) and one not in {Status.CHECKSUM, Status.IDENTITY}:
-                    unread.add(at)
-        return same, unread
 
     def _replace(self, other: list[int]) -> None:
         """Remove objects with other bytes, so that the next round stores ours."""
@@ -309,39 +302,3 @@ class _Put:
             names = [self.chunk.names[at] for at in other]
             # By force only where every reader verifies: it may be reading right now.
             self.core.client.remove(names, force=self.core.options.checksum)
-
-
-def read_trailers(
-    core: Core, keys: list[str], nbytes: list[int], tail: int, until: float
-) -> list[Trailer | Status]:
-    """Return the trailers of objects of these sizes, or why there is none."""
-    out: list[Trailer | Status] = []
-    most = max(min(core.options.call_entries, core.slots.total // 4), 1)
-    for low in range(0, len(keys), most):
-        part = slice(low, low + most)
-        out += _read_some(core, keys[part], nbytes[part], tail, until)
-    return out
-
-
-def _read_some(
-    core: Core, keys: list[str], nbytes: list[int], tail: int, until: float
-) -> list[Trailer | Status]:
-    taken = core.slots.take(len(keys), until)
-    if taken is None:
-        return [Status.TIMEOUT] * len(keys)
-    quiet = False
-    try:
-        with core.calling(Entry(len(keys), tail * len(keys), until)) as entered:
-            if not entered:
-                quiet = True
-                return [Status.TIMEOUT] * len(keys)
-            codes = core.client.tails(core.names.names(keys), taken, nbytes, tail)
-        quiet = all(code >= 0 or code in SETTLED for code in codes)
-        return [
-            trailer.unpack(key, slots.read(slot, tail)) if code == tail else status_of(code)
-            for key, slot, code in zip(keys, taken, codes, strict=True)
-        ]
-    finally:
-        # A slot that may still be written is not used again: 64 bytes for a rare event.
-        if quiet:
-            core.slots.give(taken)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -26,20 +27,31 @@ class Workers:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._name, self._most, self._nice = name, MOST_TIMES * count, nice
         self._threads: list[threading.Thread] = []
+        self._stopping = False
+        self._lock = threading.Lock()
         for _ in range(count):
-            self.grow()
+            self._start()
 
     def grow(self) -> bool:
-        """Add a thread in place of one that hangs, up to `MOST_TIMES` the first count."""
-        self._threads = [thread for thread in self._threads if thread.is_alive()]
-        more = len(self._threads) < self._most
-        if more:
-            name = f"{self._name}-{len(self._threads)}"
-            work = self._work, self._nice
-            thread = threading.Thread(target=_run, args=work, name=name, daemon=True)
-            thread.start()
-            self._threads.append(thread)
-        return more
+        """Add a thread in place of one that hangs, up to `MOST_TIMES` the first count.
+
+        False where that is not to be: there are so many, the system gives none, or all end.
+        """
+        with self._lock:
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            if self._stopping or len(self._threads) >= self._most:
+                return False
+            with suppress(RuntimeError):
+                self._start()
+                return True
+            return False
+
+    def _start(self) -> None:
+        name = f"{self._name}-{len(self._threads)}"
+        work = self._work, self._nice
+        thread = threading.Thread(target=_run, args=work, name=name, daemon=True)
+        thread.start()
+        self._threads.append(thread)
 
     def shrink(self) -> None:
         """End a thread, as one that hung is back."""
@@ -64,12 +76,15 @@ class Workers:
 
     def stop(self, timeout: float) -> bool:
         """Let queued work finish and the threads end; False if one is still busy."""
-        for _ in self._threads:
+        with self._lock:
+            self._stopping = True
+            threads = list(self._threads)
+        for _ in threads:
             self._work.put(None)
         until = time.monotonic() + timeout
-        for thread in self._threads:
+        for thread in threads:
             thread.join(max(until - time.monotonic(), 0))
-        return not any(thread.is_alive() for thread in self._threads)
+        return not any(thread.is_alive() for thread in threads)
 
 
 def _run(work: queue.SimpleQueue[Callable[[], None] | None], nice: int) -> None:

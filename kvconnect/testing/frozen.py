@@ -7,6 +7,8 @@ import signal
 import time
 from pathlib import Path
 
+from kvconnect.testing.procstat import stat_fields
+
 
 def freeze(pid: int, seconds: float = 10.0) -> None:
     """Stop a process (SIGSTOP) and wait until all of its threads stand still.
@@ -23,9 +25,5 @@ def freeze(pid: int, seconds: float = 10.0) -> None:
 
 
 def _still(task: Path) -> bool:
-    try:
-        stat = (task / "stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return True  # a thread that has ended
-    # The state follows the name, which may hold anything: proc(5), field 3 of stat.
-    return stat.rpartition(")")[2].split()[0] in "TZX"
+    fields = stat_fields(task)
+    return fields is None or fields[0] in "TZX"  # one that has ended stands still as well

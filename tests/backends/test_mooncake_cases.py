@@ -254,6 +254,7 @@ def test_a_failed_store_is_not_visible(shared, names, monkeypatch, impatient):
         heal(shared)
         assert shared.exists(some, [2304] * 7).tolist() == outcome.ok.tolist()
         wait_for(transfer.done, 20, "quiet")
+    wait_for(lambda: not shared.core.claims.held, 5, "the put to be given up")
     expect(put(shared, some, [2304] * 7), *[Status.OK] * 7)
     stored(shared, some, [2304] * 7)
 

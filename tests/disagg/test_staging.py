@@ -7,9 +7,9 @@ import pytest
 
 from kvconnect.disagg.messages import Back, Lent, Staged, Want
 from kvconnect.disagg.pair_plan import plan_pair
+from kvconnect.disagg.requests import RequestState
 from kvconnect.disagg.ring import Lender, Ring
 from kvconnect.disagg.staged import choose
-from kvconnect.disagg.requests import RequestState
 from kvconnect.disagg.transport import PeerCapabilities
 from kvconnect.errors import ConfigError
 from kvconnect.hostmem import allocate

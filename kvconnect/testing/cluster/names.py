@@ -17,6 +17,7 @@ import msgspec
 
 from kvconnect.boot import boot_id
 from kvconnect.errors import UnavailableError
+from kvconnect.testing.procstat import stat_fields
 
 BASE = Path("/var/tmp/kvconnect-clusters")  # noqa: S108 - made 0700 and owned by root
 """One folder per cluster. Not under /run: disk images need a file system with direct I/O."""
@@ -148,8 +149,5 @@ def drop_unfinished(older_than: float, base: Path = BASE) -> None:
 
 def start_ticks(pid: int) -> int | None:
     """Return when a process started, in clock ticks from boot; None if it is gone or a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in {"Z", "X"} else int(fields[19])
+    fields = stat_fields(Path(f"/proc/{pid}"))
+    return None if fields is None or fields[0] in {"Z", "X"} else int(fields[19])
