@@ -71,6 +71,16 @@ def replay(
 
 
 @app.command()
+def table(
+    results: Annotated[list[Path], typer.Argument(help="RESULT.json of runs.")],
+) -> None:
+    """Print runs as one Markdown table: what each fault did, how soon it was seen and over."""
+    from kvconnect.testing.cluster import report, summing  # noqa: PLC0415
+
+    typer.echo(summing.table([report.read(result) for result in results]))
+
+
+@app.command()
 def sweep() -> None:
     """Remove what runs that were killed have left on this machine."""
     from kvconnect.testing.cluster.sweep import sweep as remove  # noqa: PLC0415

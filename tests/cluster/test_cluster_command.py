@@ -50,6 +50,7 @@ def test_list_tells_of_every_scenario():
         (("run", "power-cut", "--inventory", "x.toml"), "hosts over ssh cannot do power_cut"),
         (("run", "power-cut", "--hosts", "x.toml"), "hosts over ssh cannot do power_cut"),
         (("replay", "nowhere.json"), "nowhere.json is no result of a cluster run"),
+        (("table", "nowhere.json"), "nowhere.json is no result of a cluster run"),
     ],
 )
 def test_what_cannot_be_run_is_refused(words, said, tmp_path, monkeypatch):
@@ -89,3 +90,6 @@ def test_a_run_that_passes_ends_with_0(tmp_path):
     done = invoke("run", tmp_path / "small.toml", "--duration", "6", "--out", tmp_path)
     assert done.exit_code == 0, done.output
     assert "small passed" in done.stdout
+    summed = invoke("table", *tmp_path.glob("*/RESULT.json"))
+    assert summed.exit_code == 0
+    assert "| small | 2 | 6 s | kill pd-decode-0 | 1 |" in summed.stdout

@@ -11,6 +11,7 @@ from kvconnect.testing.cluster import catalog, journal, report, running
 from kvconnect.testing.cluster.figures import latencies, percentile, slices
 from kvconnect.testing.cluster.invariants import Run, judge
 from kvconnect.testing.cluster.runner import Ended
+from kvconnect.testing.cluster.summing import table
 from tests.cluster.test_invariants import LIMITS, MEMBERS, PLAN, changed, heard, story
 from tests.cluster.test_scenario_files import GOOD
 
@@ -88,6 +89,26 @@ def test_a_report_is_one_page_of_its_own_and_a_document_that_can_be_read_again(e
     assert report.read(result) == made
     assert made.invariants == dict.fromkeys(made.invariants, True) | {"bytes": False}
     assert made.verified == {"w": (8, 0, 0)}
+
+
+def test_runs_in_one_table_with_a_row_for_each_fault_over_its_rounds(ended):
+    made = report.make(ended, ended.scenario, 2)
+    first = made.traces[0]
+    again = [(0, (), None, None), (9, ("w-0",), 0.25, 4.0), (2, ("w-0",), 3.0, None)]
+    traces = [
+        msgspec.structs.replace(first, bad=bad, hit=hit, detect=detect, outage=outage)
+        for bad, hit, detect, outage in again
+    ]
+    other = msgspec.structs.replace(first, words="kill x")
+    many = msgspec.structs.replace(made, traces=[*traces, other], verified={"a": (7, 1, 0)})
+    calm = msgspec.structs.replace(made, traces=[], verified={}, passed=True)
+    rows = [[c.strip() for c in row.split("|")[1:-1]] for row in table([many, calm]).split("\n")]
+    assert {len(row) for row in rows} == {10}
+    assert rows[2:] == [
+        ["mine", "2", "20 s", "cut host0", "3", "0-9", "0.2-3.0 s", "4.0 s", "1 of 8", "NO"],
+        ["mine", "2", "20 s", "kill x", "1", "6", "1.2 s", "3.2 s", "1 of 8", "NO"],
+        ["mine", "2", "20 s", "none", "0", "6", "-", "-", "-", "yes"],
+    ]
 
 
 def test_a_result_is_all_that_a_replay_needs(ended, tmp_path):

@@ -27,18 +27,13 @@ STAGES = ("never", "always")
 log = logging.getLogger("tests.disagg.faults")
 
 
-def rounds(usual):
-    """How many rounds to do: as the environment says, or as usual."""
-    return int(os.environ.get("KVCONNECT_FAULT_ROUNDS", usual))
-
-
 class FaultBase:
     """Hooks, and what differs between transports."""
 
     transport = ""
     options: ClassVar = {}
     environment: ClassVar = {}
-    rounds = rounds(20)
+    rounds = int(os.environ.get("KVCONNECT_FAULT_ROUNDS", "20"))
     """Of each fault, over both ways of sending; a multiple of 4."""
     pages = 32
     """Of a request, 64 KiB each; it goes in batches of 32 KiB."""

@@ -3,14 +3,12 @@
 import time
 from typing import ClassVar
 
-from tests.disagg.fault_base import rounds
 from tests.disagg.fault_cases import ProcessFaults
 from tests.disagg.fault_talk import TalkFaults
 
 
 class TestMooncake(ProcessFaults, TalkFaults):
     transport = "mooncake"
-    rounds = rounds(8)
     pages = 12
     environment: ClassVar = {"MC_TCP_PROGRESS_TIMEOUT_SEC": "1"}
     quiet_seconds = 6.0
