@@ -192,6 +192,12 @@ class KVConnectUring(KVConnect):
     options = "io_threads=8&io=nixl-posix&nixl_api=uring"
 
 
+class KVConnectUringPlain(KVConnect):
+    """The same without checksums: nothing that raw NIXL does not do either."""
+
+    options = f"{KVConnectUring.options}&checksum=false"
+
+
 class KVConnectGusli(KVConnect):
     """The same by NIXL GUSLI on a loop device, through the page cache; root only."""
 
@@ -274,6 +280,7 @@ OWN = {
     "kvconnect io=nixl-posix aio": KVConnectAio,
     "raw NIXL uring": RawNixlUring,
     "kvconnect io=nixl-posix uring": KVConnectUring,
+    "kvconnect io=nixl-posix uring, no checksum": KVConnectUringPlain,
     "kvconnect io=nixl-gusli": KVConnectGusli,
 }
 

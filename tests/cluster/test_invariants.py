@@ -173,18 +173,40 @@ def test_a_volatile_store_may_lose_what_was_acknowledged_before_the_fault_alone(
     ]
     only(judged(early, limits=volatile), "durable")  # the fault ended nothing that kept it
     ended = [msgspec.structs.replace(e, keeps=False) if isinstance(e, Deed) else e for e in early]
+    warm = [changed_ack(e, PAGES[1:]) if isinstance(e, Heard) and e.at > 0 else e for e in ended]
+    assert judged(warm, limits=volatile) == []  # acknowledged before the load alone
     assert judged(ended, limits=volatile) == []
     only(judged(ended), "durable")
+
+
+@pytest.mark.parametrize(
+    ("began", "seconds", "lost"),
+    [(18.0, 0.1, True), (19.05, 0.1, False), (19.15, 0.1, False), (19.3, 0.1, False)],
+)
+@pytest.mark.parametrize("rank", ["w-0", "w-1"])
+def test_a_word_of_a_call_that_a_fault_met_is_none_about_the_time_after_it(
+    began, seconds, lost, rank
+):
+    """Page 0 is acknowledged to one rank by a call from 19.1 to 19.2, to the other much later."""
+    volatile = msgspec.structs.replace(LIMITS, lost="volatile")
+    other = {"w-0": "w-1", "w-1": "w-0"}[rank]
+    entries = story()
+    entries[-2] = Verified(at=20.5, group="w", ok=PAGES[1:], missing=(0,))
+    entries.append(heard(19.8, other, acked=PAGES))
+    entries.append(Deed(at=began + seconds, began=began, fault=0, what="failed", keeps=False))
+    found = [f for f in judged(entries, limits=volatile) if f.invariant == "durable"]
+    assert bool(found) == lost
 
 
 def test_what_was_acknowledged_just_before_the_fault_may_be_unsettled():
     entries = story()
     entries[-2] = Verified(at=20.5, group="w", ok=PAGES[1:], missing=(0,))
-    last = Ledger(MEMBERS, sorted(entries, key=lambda e: e.at)).acknowledged("w")[0]
+    words = Ledger(MEMBERS, sorted(entries, key=lambda e: e.at)).acknowledged("w")[0]
+    last = max(word.ended for word in words)
 
     def killed(began, unsettled):
         return [
-            msgspec.structs.replace(e, began=began, unsettled=unsettled)
+            msgspec.structs.replace(e, began=began, at=began + 0.01, unsettled=unsettled)
             if isinstance(e, Deed) and e.what == "applied"
             else e
             for e in entries
@@ -205,9 +227,10 @@ def changed_ack(entry, acked):
 def test_the_ledger_knows_a_page_once_every_rank_was_told():
     entries = [heard(1.0, "w-0", acked=(1, 2)), heard(2.0, "w-1", acked=(2, 3))]
     ledger = Ledger(MEMBERS, entries)
-    assert ledger.acknowledged("w") == {2: 1.0}
+    assert ledger.acknowledged("w") == {2: ((0.9, 1.0), (1.9, 2.0))}
     entries += [heard(3.0, "w-0", acked=(2, 3)), heard(4.0, "r-0", hits=(1,))]
-    assert Ledger(MEMBERS, entries).acknowledged("w") == {2: 2.0, 3: 2.0}
+    both = ((2.9, 3.0), (1.9, 2.0))
+    assert Ledger(MEMBERS, entries).acknowledged("w") == {2: both, 3: both[::-1]}
     assert Ledger(MEMBERS, entries).groups == ["w"]
 
 

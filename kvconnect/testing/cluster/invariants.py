@@ -90,16 +90,18 @@ def _kept(run: Run) -> Iterator[Finding]:
     if run.limits.lost == "any":
         return
     ledger = Ledger(run.members, run.entries)
-    harm = [e.began for e in run.entries if isinstance(e, Deed) and not e.keeps]
-    since = max(harm, default=None) if run.limits.lost == "volatile" else None
-    fresh = [(e.began - e.unsettled, e.began) for e in run.entries if isinstance(e, Deed)]
+    deeds = [e for e in run.entries if isinstance(e, Deed)]
+    harm = [(-math.inf, e.at) for e in deeds if not e.keeps and run.limits.lost == "volatile"]
+    harm += [(e.began - e.unsettled, e.at) for e in deeds if e.unsettled]
     for group in ledger.groups:
         looks = [e for e in run.entries if isinstance(e, Verified) and e.group == group]
         there = {page for look in looks for page in look.ok}
         missing = {page for look in looks for page in look.missing} - there
-        pages = ledger.acknowledged(group)
-        old = {page for page, at in pages.items() if since is None or at > since}
-        due = {page for page in old if not any(a <= pages[page] <= b for a, b in fresh if a < b)}
+        due = {
+            page
+            for page, words in ledger.acknowledged(group).items()
+            if not any(word.within(*span) for word in words for span in harm)
+        }
         if lost := sorted(due & missing):
             words = f"{len(lost)} of {len(due)} acknowledged pages of {group} are lost: "
             yield _found("durable", words + _few(lost), looks[-1])
