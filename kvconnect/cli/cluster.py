@@ -50,9 +50,11 @@ def run_scenario(
     """Run a scenario and write its report; exit code 1 unless all invariants held."""
     from kvconnect.testing.cluster import catalog, running  # noqa: PLC0415
 
+    if full and duration is not None:
+        raise typer.BadParameter("--full is a length of its own", param_hint="--duration")
     count, found = _hosts(hosts, inventory)
     scenario = catalog.find(name)
-    seconds = scenario.seconds.full if full and duration is None else duration
+    seconds = scenario.seconds.full if full else duration
     _perform(
         running.Wanted(scenario=scenario, seed=seed, seconds=seconds, hosts=count, inventory=found),
         out,
@@ -61,7 +63,7 @@ def run_scenario(
 
 @app.command()
 def replay(
-    result: Annotated[Path, typer.Argument(help="RESULT.json of an earlier run.")],
+    result: Annotated[Path, typer.Argument(help="RESULT.json or folder of an earlier run.")],
     out: Out = Path("cluster-runs"),
 ) -> None:
     """Run the same scenario again, with the same seed, length and hosts."""
@@ -72,7 +74,7 @@ def replay(
 
 @app.command()
 def table(
-    results: Annotated[list[Path], typer.Argument(help="RESULT.json of runs.")],
+    results: Annotated[list[Path], typer.Argument(help="RESULT.json or folders of runs.")],
 ) -> None:
     """Print runs as one Markdown table: what each fault did, how soon it was seen and over."""
     from kvconnect.testing.cluster import report, summing  # noqa: PLC0415

@@ -49,6 +49,7 @@ def test_list_tells_of_every_scenario():
         (("run", "l3-share", "--hosts", "9"), "hosts=9: scenario l3-share takes 3 to 5"),
         (("run", "power-cut", "--inventory", "x.toml"), "hosts over ssh cannot do power_cut"),
         (("run", "power-cut", "--hosts", "x.toml"), "hosts over ssh cannot do power_cut"),
+        (("run", "power-cut", "--duration", "3"), "none of its faults is over within 3 s"),
         (("replay", "nowhere.json"), "nowhere.json is no result of a cluster run"),
         (("table", "nowhere.json"), "nowhere.json is no result of a cluster run"),
     ],
@@ -66,6 +67,12 @@ def test_hosts_are_a_number_or_a_file(words):
     done = invoke("run", "pd-nixl", *words)
     assert done.exit_code == 2
     assert "is neither a number above 0 nor the only" in done.output
+
+
+def test_a_length_is_one_or_the_other():
+    done = invoke("run", "pd-nixl", "--full", "--duration", "20")
+    assert done.exit_code == 2
+    assert "--full is a length of its own" in done.output
 
 
 def test_a_run_that_fails_tells_why_and_how_to_repeat_it(tmp_path):
@@ -90,6 +97,6 @@ def test_a_run_that_passes_ends_with_0(tmp_path):
     done = invoke("run", tmp_path / "small.toml", "--duration", "6", "--out", tmp_path)
     assert done.exit_code == 0, done.output
     assert "small passed" in done.stdout
-    summed = invoke("table", *tmp_path.glob("*/RESULT.json"))
+    summed = invoke("table", *tmp_path.glob("small-*"))
     assert summed.exit_code == 0
     assert "| small | 2 | 6 s | kill pd-decode-0 | 1 |" in summed.stdout

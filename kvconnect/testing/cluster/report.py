@@ -96,7 +96,8 @@ def write(report: Report, entries: list[journal.Entry], folder: Path) -> Path:
 
 
 def read(path: Path) -> Report:
-    """Read a RESULT.json; `ConfigError` where it is none, or of another version."""
+    """Read a RESULT.json, or that of a run's folder; `ConfigError` where it is none we know."""
+    path = path / "RESULT.json" if path.is_dir() else path
     try:
         text = path.read_bytes()
         version = msgspec.json.decode(text, type=_Version).version

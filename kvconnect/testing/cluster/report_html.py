@@ -151,7 +151,7 @@ def _faults(report: Report) -> str:
         for one in report.traces
     )
     heads = (
-        "fault", "at, s", "lasted, s", "seen", "bad calls", "detected after, s",
+        "fault", "at, s", "lasted, s", "seen", "calls hit", "detected after, s",
         "well after lifting, s", "well after fault, s", "hit",
     )  # fmt: skip
     return _section("What each fault did", _table(heads, rows, numbers={1, 2, 4, 5, 6, 7}))

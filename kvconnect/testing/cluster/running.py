@@ -61,7 +61,13 @@ def perform(wanted: Wanted, out: Path, say: Callable[[str], None]) -> Done:
         )
     seconds = scenario.seconds.short if wanted.seconds is None else wanted.seconds
     say(f"{scenario.name}: seed {wanted.seed}, {seconds:g} s, {hosts} hosts")
-    for planned in schedule(spread(scenario, hosts), wanted.seed, seconds):
+    plan = schedule(spread(scenario, hosts), wanted.seed, seconds)
+    if not plan and (scenario.faults or scenario.random is not None):
+        raise ConfigError(
+            f"scenario {scenario.name}: none of its faults is over within {seconds:g} s; give a "
+            f"longer --duration ({scenario.seconds.short:g} s is its short length)"
+        )
+    for planned in plan:
         say(f"  {planned.at:7.2f} s  for {planned.seconds:6.2f} s  {planned.words}")
     with _cluster(wanted, hosts, out / "logs") as cluster:
         ended = Runner(scenario, cluster, seed=wanted.seed, seconds=seconds, say=say).run()
@@ -126,8 +132,9 @@ def summary(done: Done) -> list[str]:
 
 def _followed(one: Trace) -> str:
     if not one.hit:
-        return f"{one.words}: hit nobody"
-    seen = f"{one.bad} bad calls" + ("" if one.detect is None else f" from {one.detect:.1f} s")
+        return f"{one.words}: {'seen, ' * one.shown}no call failed"
+    kind = "slow" if one.shows == "slow" else "bad"
+    seen = f"{one.bad} {kind} calls" + ("" if one.detect is None else f" from {one.detect:.1f} s")
     never = "not well again" if one.next is None else "not well before the next fault"
     well = never if one.outage is None else f"well again after {one.outage:.1f} s"
     return f"{one.words}: {seen}, {well}"

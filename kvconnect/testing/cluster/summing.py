@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 from kvconnect.testing.cluster.recovery import Trace
 from kvconnect.testing.cluster.report import Report
 
-_HEADS = ("scenario", "hosts", "load", "fault", "times", "bad calls", "seen after", "well after",
+_HEADS = ("scenario", "hosts", "load", "fault", "times", "calls hit", "seen after", "well after",
           "pages gone", "held")  # fmt: skip
 
 
 def table(reports: Iterable[Report]) -> str:
     """Return a Markdown table, a row for each fault of each run.
 
-    "seen after" are seconds from a fault to the first bad call, "well after" to the first good
+    "calls hit" failed, or were slow where that is what the fault does. "seen after" are seconds from a fault to the first of them, "well after" to the first good
     call of the worker that took longest, both as least to most of all rounds that hit somebody.
     """
     lines = [_line(_HEADS), _line(["---"] * len(_HEADS))]
