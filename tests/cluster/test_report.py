@@ -99,14 +99,14 @@ def test_runs_in_one_table_with_a_row_for_each_fault_over_its_rounds(ended):
         msgspec.structs.replace(first, bad=bad, hit=hit, detect=detect, outage=outage)
         for bad, hit, detect, outage in again
     ]
-    other = msgspec.structs.replace(first, words="kill x")
+    other = msgspec.structs.replace(first, words="kill x | y")
     many = msgspec.structs.replace(made, traces=[*traces, other], verified={"a": (7, 1, 0)})
     calm = msgspec.structs.replace(made, traces=[], verified={}, passed=True)
-    rows = [[c.strip() for c in row.split("|")[1:-1]] for row in table([many, calm]).split("\n")]
+    rows = [[c.strip() for c in re.split(r"(?<!\\)\|", row)[1:-1]] for row in table([many, calm]).split("\n")]
     assert {len(row) for row in rows} == {10}
     assert rows[2:] == [
         ["mine", "2", "20 s", "cut host0", "3", "0-9", "0.2-3.0 s", "4.0 s", "1 of 8", "NO"],
-        ["mine", "2", "20 s", "kill x", "1", "6", "1.2 s", "3.2 s", "1 of 8", "NO"],
+        ["mine", "2", "20 s", "kill x \\| y", "1", "6", "1.2 s", "3.2 s", "1 of 8", "NO"],
         ["mine", "2", "20 s", "none", "0", "6", "-", "-", "-", "yes"],
     ]
 
