@@ -102,7 +102,8 @@ def test_runs_in_one_table_with_a_row_for_each_fault_over_its_rounds(ended):
     other = msgspec.structs.replace(first, words="kill x | y")
     many = msgspec.structs.replace(made, traces=[*traces, other], verified={"a": (7, 1, 0)})
     calm = msgspec.structs.replace(made, traces=[], verified={}, passed=True)
-    rows = [[c.strip() for c in re.split(r"(?<!\\)\|", row)[1:-1]] for row in table([many, calm]).split("\n")]
+    lines = table([many, calm]).split("\n")
+    rows = [[c.strip() for c in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
     assert {len(row) for row in rows} == {10}
     assert rows[2:] == [
         ["mine", "2", "20 s", "cut host0", "3", "0-9", "0.2-3.0 s", "4.0 s", "1 of 8", "NO"],

@@ -14,8 +14,9 @@ _HEADS = ("scenario", "hosts", "load", "fault", "times", "calls hit", "seen afte
 def table(reports: Iterable[Report]) -> str:
     """Return a Markdown table, a row for each fault of each run.
 
-    "calls hit" failed, or were slow where that is what the fault does. "seen after" are seconds from a fault to the first of them, "well after" to the first good
-    call of the worker that took longest, both as least to most of all rounds that hit somebody.
+    "calls hit" failed, or were slow where that is what the fault does. "seen after" are seconds
+    from a fault to the first of them, "well after" to the first good call of the worker that took
+    longest; all are least to most over the rounds, the times over those that hit somebody.
     """
     lines = [_line(_HEADS), _line(["---"] * len(_HEADS))]
     for report in reports:
