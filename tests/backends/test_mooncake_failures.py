@@ -91,8 +91,8 @@ def test_a_stopped_owner_then_late_bytes(master):
         assert not store.exists(names, sizes).any()
         assert time.monotonic() - begin < 1
         # The owner goes on while the call is still under way: now bytes land late.
-        master.owners[0].go_on()
         before = held.buffer.view.copy()
+        master.owners[0].go_on()
         ends(store, transfer, 60)
         assert int((held.buffer.view != before).sum()) > 0, "nothing came late: no test"
         held.buffer.view[:] = 7  # the pages are handed out again

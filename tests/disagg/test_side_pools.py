@@ -106,7 +106,8 @@ def test_side_pools_may_be_sent_when_they_are_finished(hybrid):
 @BOTH
 @pytest.mark.parametrize("missing", ["swa", "mamba", "draft"])
 def test_without_one_pool_the_request_has_failed(hybrid, missing):
-    sendings = hybrid.send("r", missing, timeout=0.4)
+    # Long enough for what is sent: the pool that is missing must be what the request waits for.
+    sendings = hybrid.send("r", missing, timeout=2.0)
     receivings = hybrid.receive("r")
     received, sent = [r.wait(5) for r in receivings], [s.wait(5) for s in sendings]
     # A rank that has nothing of the pool may be done with its share before.
