@@ -39,6 +39,7 @@ from kvconnect.hostpool import HostPool  # noqa: E402
 from kvconnect.identity import Identity  # noqa: E402
 from kvconnect.placement import Placement, Span  # noqa: E402
 from kvconnect.region import Region  # noqa: E402
+from kvconnect_nixl.peers_agent import UCX_DEFAULTS  # noqa: E402
 
 RUN = 2 << 20
 HEADS, DIM, PAGE = 8, 128, 64
@@ -49,6 +50,16 @@ def seconds(work):
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
+
+
+@contextlib.contextmanager
+def as_it_comes():
+    """Undo what our agents set of UCX's variables while one is made that is not ours."""
+    ours = {name: os.environ.pop(name) for name in UCX_DEFAULTS if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ |= ours
 
 
 def memory(stack, nbytes, label, value):
@@ -92,7 +103,8 @@ class RawNixl:
         self.here, self.there = library.agent("bench-here"), library.agent("bench-there")
         self.rows, self.held = [], []
         for agent, value in ((self.here, 1), (self.there, 0)):
-            agent.create_backend("UCX", {})
+            with as_it_comes():
+                agent.create_backend("UCX", {})
             at = memory(stack, nbytes, "raw", value)
             whole = np.array([[at, nbytes, 0]], dtype=np.uint64)
             self.held.append(agent.register_memory(whole, "DRAM", ["UCX"]))
@@ -234,17 +246,26 @@ def planning(rounds):
 def compare(name, args, nbytes, build):
     """Rates of one contestant and of the raw library, in turns; nothing else is open."""
     size = args.mib << 20
-    rates = [], []
+    rates, cores = ([], []), ([], [])
     with contextlib.ExitStack() as stack:
         works = (RAW[name](stack, size), size), (build(stack), nbytes)
         for turn in range(args.rounds + 1):
-            for (work, count), found in zip(works, rates, strict=True):
-                rate = count / seconds(work) / 1e9
+            for (work, count), found, busy in zip(works, rates, cores, strict=True):
+                cpu = time.process_time()
+                took = seconds(work)
+                cpu = time.process_time() - cpu
                 if turn:
                     # The first turn touches memory and opens connections.
-                    found.append(rate)
-    raw, own = (statistics.median(found) for found in rates)
-    return {"gb_per_s": own, "raw_gb_per_s": raw, "of_raw": own / raw, "all": rates}
+                    found.append(count / took / 1e9)
+                    busy.append(cpu / took)
+    (raw, own), (raw_cores, own_cores) = (
+        [statistics.median(found) for found in each] for each in (rates, cores)
+    )
+    pairs = [b / a for a, b in zip(*rates, strict=True)]
+    return {
+        "gb_per_s": own, "raw_gb_per_s": raw, "of_raw": statistics.median(pairs), "all": rates,
+        "cores": own_cores, "raw_cores": raw_cores,
+    }  # fmt: skip
 
 
 def measure(name, args):
@@ -252,20 +273,22 @@ def measure(name, args):
     size, layers = args.mib << 20, args.layers
     per_token = layers * (HEADS // 4) * DIM * 4
     tokens = size // per_token // PAGE * PAGE
-    out = {"carry 2 MiB runs": compare(name, args, size, lambda s: Carried(s, name, size))}
+    cases = {"carry 2 MiB runs": (size, lambda s: Carried(s, name, size))}
     for label, layout, stage, count in (
         ("page_head TP4-TP8", "page_head", "auto", tokens),
         ("page_first TP4-TP8", "page_first", "auto", tokens),
         ("page_first TP4-TP8 packed", "page_first", "always", tokens),
         ("page_first TP4-TP8 direct", "page_first", "never", args.direct_tokens),
     ):
-        out[label] = compare(
-            name,
-            args,
+        cases[label] = (
             count * per_token,
             lambda s, a=layout, b=stage, n=count: Pools(s, name, a, b, layers, n),
         )
-    return out
+    return {
+        label: compare(name, args, *case)
+        for label, case in cases.items()
+        if not args.only or label in args.only
+    }
 
 
 def main():
@@ -275,6 +298,7 @@ def main():
     parser.add_argument("--mib", type=int, default=128, help="bytes of a transfer")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--direct-tokens", type=int, default=64)
+    parser.add_argument("--only", action="append", metavar="WHAT", help="lines to measure")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     report = {"load_before": os.getloadavg(), "planning": planning(args.rounds), "rates": {}}
@@ -289,12 +313,13 @@ def main():
             f"planning 4096 tokens x 80 layers, {layout}: {row['expand_ms']:.2f} ms warm for "
             f"{row['runs']} runs ({row['plan_ms']:.2f} ms for the pair, once)"
         )
-    print(f"{'transport':10} {'what':28} {'GB/s':>7} {'raw':>7} {'of raw':>7}")
+    words = "GB/s", "raw", "of raw", "cores", "raw"
+    print(f"{'transport':10} {'what':28} " + "".join(f"{word:>8}" for word in words))
     for name, rows in report["rates"].items():
         for label, row in rows.items():
             print(
-                f"{name:10} {label:28} {row['gb_per_s']:7.2f} "
-                f"{row['raw_gb_per_s']:7.2f} {row['of_raw']:7.3f}"
+                f"{name:10} {label:28} {row['gb_per_s']:8.2f}{row['raw_gb_per_s']:8.2f}"
+                f"{row['of_raw']:8.3f}{row['cores']:8.2f}{row['raw_cores']:8.2f}"
             )
 
 

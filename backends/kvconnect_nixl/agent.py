@@ -48,8 +48,8 @@ _taking = threading.Lock()
 class Agent(Closing):
     """An agent with its plugins; every method may be called from any thread.
 
-    Invariants: NIXL locks (mode STRICT); each registration names exactly one plugin; a
-    transfer's handle is released only after its end; the agent is dropped only when quiet.
+    Invariants: NIXL locks; each registration names exactly one plugin; a transfer's handle is
+    released only after its end; the agent is dropped only when quiet.
     """
 
     def __init__(
@@ -59,12 +59,14 @@ class Agent(Closing):
         library: Library | None = None,
         timeout: float = 60.0,
         name: str | None = None,
+        parallel: bool = False,
     ) -> None:
         """Make the agent and its `plugins`, name to parameters.
 
         `timeout`: seconds that `close` waits for what still moves; `name`: as peers know it,
-        which no two agents that ever meet may share. Raises `UnavailableError`
-        where the library or a plugin does not load, `BackendError` for wrong parameters.
+        which no two agents that ever meet may share; `parallel`: see `Library.agent`. Raises
+        `UnavailableError` where the library or a plugin does not load, `BackendError` for wrong
+        parameters.
         """
         library = library or load()
         self.name = name or f"kvconnect-{os.getpid()}-{next(_numbers)}"
@@ -75,7 +77,7 @@ class Agent(Closing):
         self._single = _take(_SINGLE.intersection(plugins))
         try:
             with mapped(f"make agent {self.name}"):
-                agent = library.agent(self.name)
+                agent = library.agent(self.name, parallel=parallel)
             for plugin, parameters in plugins.items():
                 _create(library, agent, plugin, parameters)
         except BaseException:

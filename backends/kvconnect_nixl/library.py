@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvconnect.errors import UnavailableError
+from kvconnect_nixl.in_turn import InTurn
 
 NAMES = ("nixl_cu12", "nixl_cu13", "nixl")
 PROGRESS_MICROSECONDS = 100
@@ -33,14 +34,19 @@ class Library:
     api: Any
     plugins: Path | None = None
 
-    def agent(self, name: str) -> Any:
-        """Make an agent without plugins that several threads may use."""
+    def agent(self, name: str, *, parallel: bool = False) -> Any:
+        """Make an agent without plugins that several threads may use.
+
+        `parallel`: its transfers go at the same time, for plugins that bear it. Others take
+        turns.
+        """
         # The default of NIXL is no locking: threads then lose completions, or hang in io_uring.
-        config = self.api.nixl_agent_config(
-            backends=[], sync_mode=self.api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
-        )
+        modes = self.api.nixl_thread_sync_t
+        mode = modes.NIXL_THREAD_SYNC_RW if parallel else modes.NIXL_THREAD_SYNC_STRICT
+        config = self.api.nixl_agent_config(backends=[], sync_mode=mode)
         with _unhurried(self.api):
-            return self.api.nixl_agent(name, config)
+            agent = self.api.nixl_agent(name, config)
+        return agent if parallel else InTurn(agent)
 
 
 @contextmanager

@@ -28,7 +28,8 @@ from kvconnect.errors import BackendError, ConfigError
 from kvconnect.region import Region
 from kvconnect.registering import Memory
 from kvconnect_nixl.held import Held
-from kvconnect_nixl.peers_agent import UCX, Moving, PeerAgent, Verb
+from kvconnect_nixl.peers_agent import UCX, PeerAgent, Verb
+from kvconnect_nixl.posted import Posted
 from kvconnect_nixl.rows import U64, plain
 
 CAPABILITIES = PeerCapabilities(
@@ -49,17 +50,22 @@ class NixlPeerOptions:
 
     `host`: this rank's address; while it is loopback, UCX too listens to this host only, else
     on all its devices (see also UCX_NET_DEVICES); `devices`: of UCX,
-    comma-separated, all by default; `settle`: seconds that a peer must have run after a failed
-    push before its memory counts as quiet.
+    comma-separated, all by default; `workers`: of UCX: peers are served at the same time where
+    they are not of the same worker, and each worker has connections of its own to each peer;
+    `settle`: seconds that a peer must have run after a failed push before its memory counts as
+    quiet.
     """
 
     host: str = "127.0.0.1"
     devices: str = ""
+    workers: int = 4
     settle: float = 3.0
     max_region_bytes: Bytes | None = None
 
     def __post_init__(self) -> None:
         """Refuse numbers that cannot be; `ConfigError` names the option."""
+        if not 1 <= self.workers <= 64:
+            raise ConfigError(f"nixl: workers={self.workers}; it must be between 1 and 64")
         if not 0 < self.settle <= 600:
             raise ConfigError(f"nixl: settle={self.settle} s; it must be above 0, at most 600")
 
@@ -85,7 +91,9 @@ class NixlTransport(NetworkTransport):
         self.options = opts = options or NixlPeerOptions()
         super().__init__(opts.host, opts.settle)
         try:
-            parameters = {"ucx_devices": opts.devices} if opts.devices else {}
+            parameters = {"num_workers": str(opts.workers)}
+            if opts.devices:
+                parameters["ucx_devices"] = opts.devices
             self._agent = PeerAgent(
                 agent_name(self.generation),
                 parameters,
@@ -164,16 +172,18 @@ class UcxDriver:
             yield way, local[start:stop], remote[start:stop]
             start = stop
 
-    def post(self, piece: tuple[Way, U64, U64]) -> Moving:
+    def post(self, piece: tuple[Way, U64, U64]) -> Posted:
         """Start one transfer."""
         way, local, remote = piece
         if not self._met:
             raise BackendError(f"nixl: agent {self._peer} is not known")
         return self._agent.move(_VERB[way], self._peer, local, remote)
 
-    def poll(self, ticket: Moving) -> str | None:
+    def poll(self, ticket: Posted) -> str | None:
         """Ask NIXL how it stands."""
-        return ticket.poll()
+        if not ticket.poll():
+            return None
+        return "" if ticket.error is None else str(ticket.error)
 
     def close(self, *, gone: bool) -> None:  # noqa: ARG002 - it is forgotten in both cases
         """Forget the other agent."""

@@ -9,19 +9,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
 
-import numpy as np
-
 from kvconnect.errors import BackendError
 from kvconnect_nixl.agent import Agent
 from kvconnect_nixl.foreign import mapped
-from kvconnect_nixl.held import Held
 from kvconnect_nixl.posted import Posted
 from kvconnect_nixl.rows import U64, check
 
 UCX = "UCX"
-_DEFAULTS = {
+UCX_DEFAULTS = {
     # Without it a transfer over a link that is cut never ends.
     "UCX_TCP_USER_TIMEOUT": "3s",
+    # Its default is a spinlock, held while memory is copied: NIXL's progress thread would spend
+    # a core on waiting for it.
+    "UCX_USE_MT_MUTEX": "y",
     # Its warnings are about transports that this host does not have.
     "UCX_LOG_LEVEL": "error",
 }
@@ -39,12 +39,12 @@ class PeerAgent(Agent):
         self, name: str, parameters: Mapping[str, str], timeout: float, *, loopback: bool
     ) -> None:
         """Make the agent with UCX; with `loopback` it listens to this host only. See `Agent`."""
-        for variable, value in _DEFAULTS.items():
+        for variable, value in UCX_DEFAULTS.items():
             os.environ.setdefault(variable, value)
         self._users: Counter[str] = Counter()
         self._meeting = threading.Lock()
         with _listening(loopback=loopback):
-            super().__init__({UCX: parameters}, timeout=timeout, name=name)
+            super().__init__({UCX: parameters}, timeout=timeout, name=name, parallel=True)
 
     def metadata(self) -> bytes:
         """Return how others reach this agent and what is registered now."""
@@ -74,39 +74,18 @@ class PeerAgent(Agent):
                 with mapped(f"forget agent {name}"):
                     agent.remove_remote_agent(name)
 
-    def move(self, verb: Verb, name: str, local: U64, remote: U64) -> Moving:
+    def move(self, verb: Verb, name: str, local: U64, remote: U64) -> Posted:
         """Start moving row i of `local` to or from row i of `remote` at agent `name`.
 
         May block while it copies: UCX moves memory of the same host in the call itself.
         """
         agent = self._get("move")
         doing = f"{verb} of {len(local)} runs, agent {name}"
-        held: list[Held] = []
-        try:
-            for owner, rows in (("", local), (name, remote)):
-                held.append(self._list(owner, rows))
-            index = np.arange(len(local), dtype=np.int32)
-            with mapped(doing):
-                handle = agent.make_prepped_xfer(
-                    verb, held[0].handle, index, held[1].handle, index, b"", [UCX]
-                )
-            return Moving(Posted(agent, handle, doing, self._keeper), held)
-        except BaseException:
-            for one in held:
-                one.close()
-            raise
-
-    def _list(self, owner: str, rows: U64) -> Held:
-        agent = self._get("prepare")
-        what = f"{len(rows)} rows of {owner or 'this agent'}"
-        with mapped(what):
-            handle = agent.prep_xfer_dlist(owner, check(rows), "DRAM", [UCX])
-
-        def release(dlist: object) -> None:
-            with mapped(f"release {what}"):
-                agent.release_dlist_handle(dlist)
-
-        return Held(what, handle, release, self._held)
+        with mapped(doing):
+            # No prepared lists: giving one back waits for all transfers, and keeps the GIL.
+            sides = [agent.get_xfer_descs(check(rows), "DRAM") for rows in (local, remote)]
+            handle = agent.initialize_xfer(verb, *sides, name, b"", [UCX])
+        return Posted(agent, handle, doing, self._keeper)
 
 
 @contextmanager
@@ -124,20 +103,3 @@ def _listening(*, loopback: bool) -> Iterator[None]:
             yield
         finally:
             del os.environ[_DEVICES]
-
-
-class Moving:
-    """A transfer under way and the lists it needs until its end."""
-
-    def __init__(self, posted: Posted, held: list[Held]) -> None:
-        """`held` is given back at the end."""
-        self._posted, self._held = posted, held
-
-    def poll(self) -> str | None:
-        """Return None while it is under way, "" when it is done, or why it failed."""
-        if not self._posted.poll():
-            return None
-        for one in self._held:
-            one.close()
-        error = self._posted.error
-        return "" if error is None else str(error)

@@ -156,7 +156,9 @@ class Lane(Closing):
         for load in list(self._loads):
             moved |= self._poll(load)
             self._look(load)
-            while room > 0 and not load.posted:
+            # One at a time: a post may copy for 9 ms, and what has ended meanwhile makes its
+            # owner bring the next batch.
+            if room > 0 and not load.posted:
                 moved = True
                 room -= self._post(load)
             if load.posted and not load.tickets:

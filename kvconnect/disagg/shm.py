@@ -78,7 +78,7 @@ class ShmTransport(Closing):
     name = "shm"
     capabilities = CAPABILITIES
 
-    def __init__(self, pools: Sequence[HostPool] = (), *, threads: int = 1) -> None:
+    def __init__(self, pools: Sequence[HostPool] = (), *, threads: int = 2) -> None:
         """Start listening. `threads` copy at the same time."""
         self.generation = secrets.token_hex(16)
         self._token = secrets.token_bytes(32)

@@ -31,7 +31,7 @@ Opener = Callable[[Mapping[str, object]], PeerTransport]
 class ShmOptions:
     """Options of shm; `threads` copy at the same time."""
 
-    threads: int = 1
+    threads: int = 2
 
     def __post_init__(self) -> None:
         """Refuse what cannot be."""

@@ -1,5 +1,6 @@
 """The owner of the NIXL agent, on a library made here; test_nixl_posix.py has the real one."""
 
+import contextlib
 import gc
 import resource
 import threading
@@ -192,7 +193,8 @@ def test_everything_held_is_given_back_once_and_last_first(fake):
 
 
 def test_a_plugin_that_does_not_load(fake):
-    library = SimpleNamespace(agent=FakeAgent, package="nixl_cu12", plugins=None)
+    made = {"agent": lambda name, **_: FakeAgent(name), "package": "nixl_cu12", "plugins": None}
+    library = SimpleNamespace(**made)
     for plugin in ("GDS", "NONE"):
         with pytest.raises(UnavailableError, match=plugin):
             Agent({plugin: {}}, library=library)
@@ -250,11 +252,49 @@ def test_progress_threads_pause(said, kept):
         return name
 
     bindings = SimpleNamespace(nixlAgentConfig=Config)
-    strict = SimpleNamespace(NIXL_THREAD_SYNC_STRICT=1)
+    modes = SimpleNamespace(NIXL_THREAD_SYNC_STRICT=1, NIXL_THREAD_SYNC_RW=2)
     api = SimpleNamespace(
-        nixlBind=bindings, nixl_agent=nixl_agent, nixl_agent_config=dict, nixl_thread_sync_t=strict
+        nixlBind=bindings, nixl_agent=nixl_agent, nixl_agent_config=dict, nixl_thread_sync_t=modes
     )
-    assert Library("fake", api).agent("a") == "a"
+    assert Library("fake", api).agent("a", parallel=True) == "a"
     assert made[0].pthrDelay == kept
     assert isinstance(made[0], Config)
     assert bindings.nixlAgentConfig is Config, "only for agents of ours"
+
+
+class Counting:
+    """Counts how many calls are in it; the first waits for `together` of them, at most 0.2 s."""
+
+    mode = "what it was made with"
+
+    def __init__(self, together):
+        self.inside, self.most, self.lock = 0, 0, threading.Lock()
+        self.met = threading.Barrier(together)
+
+    def call(self):
+        with self.lock:
+            self.inside += 1
+            self.most = max(self.most, self.inside)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            self.met.wait(0.2)
+        with self.lock:
+            self.inside -= 1
+
+
+@pytest.mark.parametrize(("parallel", "most"), [(False, 1), (True, 2)])
+def test_calls_go_one_at_a_time_unless_the_plugin_bears_more(parallel, most):
+    agent, modes = Counting(2), []
+    api = SimpleNamespace(
+        nixl_agent=lambda _, config: modes.append(config["sync_mode"]) or agent,
+        nixl_agent_config=dict,
+        nixl_thread_sync_t=SimpleNamespace(NIXL_THREAD_SYNC_STRICT=1, NIXL_THREAD_SYNC_RW=2),
+    )
+    made = Library("fake", api).agent("a", parallel=parallel)
+    assert modes == [most], "NIXL's own locks: STRICT, or RW"
+    assert made.mode == Counting.mode
+    threads = [threading.Thread(target=made.call) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert agent.most == most

@@ -110,6 +110,7 @@ def test_batches_are_cut_to_what_one_call_may_take():
     [
         ({"device": "lo"}, "unknown option 'device'; did you mean devices"),
         ({"settle": "-1"}, "settle=-1"),
+        ({"workers": "0"}, "workers=0"),
     ],
 )
 def test_options_are_checked(options, words):
