@@ -19,8 +19,8 @@ from kvconnect_nvme.owners import Owner, exclusive, sweep
 from kvconnect_nvme.space import Reservation, Space
 from kvconnect_nvme.tables import Session
 
-MOST = 64 << 20
-"""Bytes of stock at most; also at most a 64th of the capacity."""
+MOST = 512 << 20
+"""Bytes of stock at most, four batches of 128 MiB; also at most a 64th of the capacity."""
 
 
 class Arena:

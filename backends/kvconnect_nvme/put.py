@@ -191,22 +191,22 @@ class _Put:
                 self.job.settle(i, status, cause)
 
     def _publish(self, written: list[int], places: dict[int, int], sums: dict[int, int]) -> None:
-        sizes = self.job.memory.sizes
+        sizes, packed = self.job.memory.sizes.tolist(), self.packed
         self.core.visited.forget(_addresses(places, written))
-        objects = [(self.packed[i], self._entry(i, places[i], sums.get(i, 0))) for i in written]
+        whose, rest = keys.identity, (0, self.expiry, self.flags)
+        objects = [
+            (packed[i], Entry(places[i], sizes[i], sums.get(i, 0), whose(packed[i]), *rest))
+            for i in written
+        ]
 
         def change(session: Session) -> None:
             index = self.core.index(session)
-            rooms = [(places[i], up(int(sizes[i]))) for i in written]
+            rooms = [(places[i], up(sizes[i])) for i in written]
             for address, nbytes in joined(rooms, self.core.slabs.slab_bytes):
                 index.unhold(self.core.owner, address, nbytes)
             index.publish(objects)
 
         self.core.env.write(change)
-
-    def _entry(self, index: int, address: int, total: int) -> Entry:
-        nbytes, whose = int(self.job.memory.sizes[index]), keys.identity(self.packed[index])
-        return Entry(address, nbytes, total, whose, 0, self.expiry, self.flags)
 
 
 def _addresses(places: dict[int, int], written: list[int]) -> NDArray[np.uint64]:
