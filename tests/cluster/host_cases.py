@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from kvconnect.errors import TransferTimeoutError, UnavailableError
+from kvconnect.errors import ConfigError, TransferTimeoutError, UnavailableError
 from kvconnect.testing.peer_suite.base import until
 
 MIB = 1 << 20
@@ -120,6 +120,8 @@ class HostCases:
         zero, one, two = cluster.hosts
         assert connect(zero, one, port) == "open"
         assert connect(zero, one, port + 1) == "ConnectionRefusedError"
+        with pytest.raises(ConfigError, match=r"takes hosts, as cluster.host\(1\); not 7"):
+            one.cut([7])
         one.cut()
         assert {connect(zero, one, port), connect(two, one, port)} == {"silent"}
         assert one.dropped() > 0

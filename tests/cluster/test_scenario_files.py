@@ -53,7 +53,16 @@ def test_the_catalogue_reads_and_every_file_has_its_name():
     [
         ("at = 2", "att = 2", "unknown field `att` - at `$.faults[0]`"),
         ("hosts = 2", "hosts = 0", "Expected `int` >= 1 - at `$.hosts`"),
+        ("at = 2", "att = 2", "there are kind, at, for, hosts, peers, services, workers, groups"),
+        ("short = 20", "shortest = 20", "at `$.seconds`; there are short, full, round"),
         ('kind = "cut"', 'kind = "burn"', "Invalid enum value 'burn' - at `$.faults[0].kind`"),
+        ('kind = "cut"', 'kind = "burn"', "must be one of 'cut', 'drop', 'fill_disk', "),
+        ('kind = "cut"', 'kind = "cut"\neffect = "gone"', "one of 'dropped', 'ended', 'miss', 'no"),
+        ('kind = "cut"', 'kind = "cut"\neffect = "ended"', "faults[0]: effect is 'ended'; that"),
+        ('kind = "cut"', 'kind = "stop"\neffect = "dropped"', "one of cut, partition, drop alone"),
+        ("tp = 2", "tp = 3", "writer: layout and tp cannot be: tp size 3 and total KV heads 4"),
+        ("tp = 2", 'layout = "pages"', "writer: layout and tp cannot be: layout 'pages' is"),
+        ('kind = "nvme"', 'kind = "disk"', "service disk: kind is 'disk'; it must be one of etcd"),
         ("hosts = [1]", "hosts = [2]", r"faults[0]: host 2 is not in 0..1"),
         ("hosts = [1]", "", "faults[0]: hosts is missing; a cut needs it"),
         ('kind = "cut"', 'kind = "shape"', "faults[0]: rate is missing; a shape needs it"),
@@ -64,8 +73,8 @@ def test_the_catalogue_reads_and_every_file_has_its_name():
         ('name = "writer"', 'name = "disk"', "name 'disk' is taken twice"),
         ('kind = "nvme"', 'kind = "nvme"\nof = "disk"', "service disk: of is 'disk'"),
         ("hosts = 2", "hosts = 2\nmost = 1", "most is 1, fewer than hosts=2"),
-        ('kind = "cut"', 'kind = "shape"\nrate = "fast"', "rate='fast' is none"),
-        ('kind = "cut"', 'kind = "drop"\npercent = 101.0', "percent=101 of packets"),
+        ('kind = "cut"', 'kind = "shape"\nrate = "fast"', "rate cannot be: rate='fast' is none"),
+        ('kind = "cut"', 'kind = "drop"\npercent = 101.0', "percent cannot be: percent=101"),
     ],
 )
 def test_a_file_that_cannot_be_run_is_refused_by_field_and_value(old, new, words):

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from kvconnect.errors import ConfigError
+from kvconnect.testing.cluster.refusal import explained
 from kvconnect.testing.cluster.scenario import Scenario
 from kvconnect.testing.cluster.scenario_check import check
 
@@ -46,7 +47,7 @@ def parse(text: str | bytes, source: str) -> Scenario:
     try:
         scenario = msgspec.toml.decode(text, type=Scenario)
     except msgspec.MsgspecError as error:
-        raise ConfigError(f"scenario {source}: {error}") from error
+        raise ConfigError(f"scenario {source}: {explained(error, Scenario)}") from error
     check(scenario, source)
     return scenario
 

@@ -20,7 +20,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 from kvconnect.backend import Closing
-from kvconnect.errors import CapacityError, KVConnectError, TransferTimeoutError, UnavailableError
+from kvconnect.errors import (
+    CapacityError,
+    ConfigError,
+    KVConnectError,
+    TransferTimeoutError,
+    UnavailableError,
+)
 from kvconnect.testing.cluster import clock, shaping
 from kvconnect.testing.cluster.clock import ClockReading
 from kvconnect.testing.cluster.process import Child, Completed, Process
@@ -209,7 +215,13 @@ class Host(Closing, abc.ABC):
             time.sleep(_POLL_SECONDS)
 
     def cut(self, peers: Sequence[Host] | None = None) -> None:
-        """Cut the links to these hosts, or to all: packets vanish both ways, unannounced."""
+        """Cut the links to these hosts, or to all: packets vanish both ways, unannounced.
+
+        Raises `ConfigError` on what is no host.
+        """
+        for peer in peers or ():
+            if not isinstance(peer, Host):
+                raise ConfigError(f"{self.name}.cut takes hosts, as cluster.host(1); not {peer!r}")
         cuts, apply = self._joined()
         indexes = range(len(cuts)) if peers is None else [peer.index for peer in peers]
         cuts.cut(self.index, {self.index: indexes})

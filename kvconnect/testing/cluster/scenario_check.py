@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
-from kvconnect.errors import ConfigError
+from kvconnect.errors import ConfigError, KVConnectError
 from kvconnect.testing.cluster import shaping
-from kvconnect.testing.cluster.scenario import FaultSpec, Scenario
+from kvconnect.testing.cluster.rank_shape import RankShape
+from kvconnect.testing.cluster.scenario import FaultSpec, Model, Scenario
+from kvconnect.testing.cluster.services import KINDS
+
+T = TypeVar("T")
 
 _NEEDS: dict[str, tuple[str, ...]] = {
     "partition": ("groups",),
@@ -17,6 +22,11 @@ _NEEDS: dict[str, tuple[str, ...]] = {
     "power_cut": ("hosts",),
 }
 _TARGETS = ("kill", "stop", "restart")
+_ONLY: dict[str, tuple[str, ...]] = {
+    "dropped": ("cut", "partition", "drop"),
+    "ended": ("kill", "restart", "rolling", "power_cut"),
+}
+"""Effects that only some faults have."""
 
 
 def check(scenario: Scenario, source: str) -> None:
@@ -37,10 +47,10 @@ def _problems(scenario: Scenario) -> Iterator[tuple[str, str]]:
         yield "groups", "and pairs are both empty; nothing would be tested"
     if scenario.most < scenario.hosts:
         yield "most", f"is {scenario.most}, fewer than hosts={scenario.hosts}"
-    if scenario.rate is not None:
-        shaping.rate_bits(scenario.rate)
+    yield from _said("rate", shaping.rate_bits, scenario.rate)
     yield from _names(scenario)
     yield from _hosts(scenario)
+    yield from _shapes(scenario)
     for where, fault in faults_of(scenario):
         yield from _fault(scenario, where, fault)
 
@@ -53,6 +63,9 @@ def _names(scenario: Scenario) -> Iterator[tuple[str, str]]:
         yield "name", f"{name!r} is taken twice; names of services, groups and pairs must differ"
     before: list[str] = []
     for service in scenario.services:
+        if service.kind not in KINDS:
+            kinds = ", ".join(sorted(KINDS))
+            yield f"service {service.name}: kind", f"is {service.kind!r}; it must be one of {kinds}"
         if service.of and service.of not in before:
             yield f"service {service.name}: of", f"is {service.of!r}; those before it: {before}"
         before.append(service.name)
@@ -80,16 +93,46 @@ def _hosts(scenario: Scenario) -> Iterator[tuple[str, str]]:
                 yield f"{where}: host", f"{host} is not in 0..{scenario.hosts - 1}"
 
 
+def _shapes(scenario: Scenario) -> Iterator[tuple[str, str]]:
+    """Plan every rank's pool, so that a layout or a TP size is refused before hosts are made."""
+    unit = scenario.model.unit
+    ranks = [(g.name, g.layout, unit, g.tp, g.pages) for g in scenario.groups]
+    for pair in scenario.pairs:
+        for role, side in (("prefill", pair.prefill), ("decode", pair.decode)):
+            ranks.append((f"{pair.name}.{role}", side.layout, side.page_size, side.tp, side.pages))
+    for name, layout, page_size, tp, pages in ranks:
+        shape = (scenario.model, layout, page_size, tp, pages)
+        yield from _said(f"{name}: layout and tp", lambda one: _plan(*one), shape)
+
+
+def _plan(model: Model, layout: str, page_size: int, tp: int, pages: int) -> None:
+    for rank in range(tp):
+        RankShape(
+            layout=layout, dtype=model.dtype, page_size=page_size, layers=model.layers,
+            heads=model.heads, head_dim=model.head_dim, v_head_dim=model.v_head_dim,
+            tp_rank=rank, tp_size=tp, pages=pages, seed=0,
+        ).plan()  # fmt: skip
+
+
+def _said(where: str, judge: Callable[[T], object], value: T | None) -> Iterator[tuple[str, str]]:
+    """Yield what `judge` says against a value, where there is one."""
+    try:
+        if value is not None:
+            judge(value)
+    except KVConnectError as error:
+        yield where, f"cannot be: {error}"
+
+
 def _fault(scenario: Scenario, where: str, fault: FaultSpec) -> Iterator[tuple[str, str]]:
     missing = [name for name in _NEEDS.get(fault.kind, ()) if not getattr(fault, name)]
     if missing:
         yield f"{where}: {missing[0]}", f"is missing; a {fault.kind} needs it"
     if fault.kind in _TARGETS and not (fault.hosts or fault.services or fault.workers):
         yield f"{where}: hosts", f"is missing; a {fault.kind} needs hosts, services or workers"
-    if fault.rate is not None:
-        shaping.rate_bits(fault.rate)
-    if fault.percent is not None:
-        shaping.fraction(fault.percent)
+    if fault.kind not in (able := _ONLY.get(fault.shows, (fault.kind,))):
+        yield f"{where}: effect", f"is {fault.shows!r}; that is one of {', '.join(able)} alone"
+    yield from _said(f"{where}: rate", shaping.rate_bits, fault.rate)
+    yield from _said(f"{where}: percent", shaping.fraction, fault.percent)
     services = [service.name for service in scenario.services]
     for name in fault.services:
         if name not in services:
