@@ -34,6 +34,9 @@ class EndpointOptions:
     """Bytes of a staging slot."""
     stage: Literal["auto", "always", "never"] = "auto"
     """Prefill side: send packed where that is computed to be faster, or as told."""
+    min_run_bytes: Bytes | None = None
+    """Prefill side, with `stage` auto: send packed what has runs below this, and nothing else,
+    instead of by computed cost."""
     min_slots: int = 1
     """Fewest slots that a piece common to both page sizes may have."""
 
@@ -42,6 +45,13 @@ class EndpointOptions:
         for name in ("timeout", "ping", "peer_timeout", "batch_bytes", "staging", "slot"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be above 0 and finite")
+        if self.min_run_bytes is not None and self.min_run_bytes < 0:
+            raise ConfigError(f"min_run_bytes={self.min_run_bytes!r} must not be below 0")
+        if self.min_run_bytes is not None and self.stage != "auto":
+            raise ConfigError(
+                f"min_run_bytes={self.min_run_bytes} with stage={self.stage!r}: nothing is chosen "
+                f"there; leave one of them out"
+            )
         for name in ("ranks", "workers", "min_slots"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be at least 1")

@@ -98,7 +98,8 @@ class Outbound:
         packed, why = self.packs(plan, pieces, peer)
         started = time.monotonic()
         transport = endpoint.transport
-        if packed and endpoint.options.stage == "auto" and isinstance(transport, SupportsReach):
+        free = endpoint.options.stage == "auto" and endpoint.options.min_run_bytes is None
+        if packed and free and isinstance(transport, SupportsReach):
             packed, why = False, f"{why}; copied straight, as the peer's memory is mapped here"
             sides = endpoint.pools.sides[section.pool], peer.sides[section.pool]
             regions = sides[0].pool.regions, sides[1].pool.regions
@@ -133,6 +134,8 @@ class Outbound:
             return False, f"a piece of {plan.piece_nbytes} B does not fit a slot of {slot} B"
         if options.stage != "auto":
             return options.stage == "always", f"stage={options.stage}"
+        if (least := options.min_run_bytes) is not None:
+            return plan.shortest < least, f"runs of {plan.shortest} B, min_run_bytes={least}"
         packed, words = choose(plan, pieces, self._endpoint.transport.capabilities)
         log.debug("kvconnect: to %s %s: %s", peer, "packed" if packed else "one by one", words)
         return packed, words

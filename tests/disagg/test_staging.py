@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvconnect.disagg.messages import Back, Lent, Staged, Want
+from kvconnect.disagg.options import EndpointOptions
 from kvconnect.disagg.pair_plan import plan_pair
 from kvconnect.disagg.requests import RequestState
 from kvconnect.disagg.ring import Lender, Ring
@@ -273,3 +274,26 @@ def test_packing_is_chosen_by_what_runs_cost():
     assert not choose(long, 64, dear)[0]
     assert not choose(short, 64, free)[0]
     assert "runs of 128 B" in choose(short, 64, dear)[1]
+
+
+@pytest.mark.parametrize(("least", "packed"), [(8, False), (9, True)])
+def test_a_least_run_decides_instead_of_costs(least, packed):
+    # Runs are one head of a slot, 8 elements of K and 4 of V; the shortest has 4 x 2 B.
+    src, dst = u64(np.arange(30)), u64(np.arange(5, 35))
+    slot = PIECE * 4
+    with Cluster(PREFILL, DECODE, min_run_bytes=least, staging=8 * slot, slot=slot) as cluster:
+        for side in cluster.sources:
+            fill(side, src, 120)
+        cluster.connect().blank()
+        arrives(cluster, src, dst, 120)
+        trips = [trip for prefill in cluster.prefills for trip in prefill.trips()]
+        assert {(trip.packed, trip.why) for trip in trips} == {
+            (packed, f"runs of 8 B, min_run_bytes={least}")
+        }
+
+
+def test_a_least_run_where_nothing_is_chosen_is_refused():
+    with pytest.raises(ConfigError, match="min_run_bytes=4096 with stage='always'"):
+        EndpointOptions(min_run_bytes=4096, stage="always")
+    with pytest.raises(ConfigError, match="min_run_bytes=-1 must not be below 0"):
+        EndpointOptions(min_run_bytes=-1)
