@@ -33,7 +33,9 @@ def test_every_option_is_there_with_its_default():
     assert set(said) == set(fields)
     for name, default in fields.items():
         value = said[name]
-        if not isinstance(default, str):
+        if default is None:
+            value = None if value == "none" else value
+        elif not isinstance(default, str):
             value = parse_bytes(value) if value.endswith("iB") else float(value)
         assert value == default, name
 
