@@ -142,7 +142,8 @@ MUTATIONS = (
         "Pages of a load that timed out are used again while the store may still write to them.",
         (Edit("kvconnect/mover.py", "self._late.append(flight)", "del flight"),),
         _scenario("link-cut"),
-        "FAILED reuse",
+        # Late bytes show in a page that lies waiting, or spoil what the next load puts there.
+        "FAILED (reuse|damage)",
     ),
     Mutation(
         "nvme-index-unsynced",
