@@ -35,7 +35,10 @@ Side = tuple[Memory, U64]
 Blocks = tuple[Held, NDArray[np.int32]]
 """A prepared list and (n,) indices into it."""
 
-_VERB = {Op.STORE: "WRITE", Op.LOAD: "READ"}
+Verb = Literal["WRITE", "READ"]
+"""NIXL's words for the way that bytes go."""
+
+_VERB: dict[Op, Verb] = {Op.STORE: "WRITE", Op.LOAD: "READ"}
 
 _numbers = itertools.count()
 
@@ -142,22 +145,23 @@ class Agent(Closing):
 
         Raises `RegistrationError` if a row lies outside what `plugin` has registered.
         """
-        agent = self._get(op.value)
+        self._get(op.value)
         check(local[1]), check(remote[1])
         if len(local[1]) != len(remote[1]):
             raise RegistrationError(
                 f"nixl: {len(local[1])} descriptors of {local[0]}, {len(remote[1])} of {remote[0]}"
             )
         doing = f"{op.value} of {len(remote[1])} x {remote[0]} by {plugin}"
+        return self._start(plugin, _VERB[op], (local, remote), self.name, doing)
+
+    def _start(
+        self, plugin: str, verb: Verb, sides: tuple[Side, Side], whose: str, doing: str
+    ) -> Posted:
+        """Start moving row i of the first side to or from row i of the second, at agent `whose`."""
+        agent = self._get(doing)
         with mapped(doing):
-            handle = agent.initialize_xfer(
-                _VERB[op],
-                agent.get_xfer_descs(local[1], local[0]),
-                agent.get_xfer_descs(remote[1], remote[0]),
-                self.name,
-                b"",
-                [plugin],
-            )
+            descriptors = [agent.get_xfer_descs(rows, memory) for memory, rows in sides]
+            handle = agent.initialize_xfer(verb, *descriptors, whose, b"", [plugin])
         return Posted(agent, handle, doing, self._keeper)
 
     def submit_prepared(self, plugin: str, op: Op, local: Blocks, remote: Blocks) -> Posted:

@@ -27,8 +27,9 @@ from kvconnect.disagg.transport import Peer, PeerCapabilities, PeerTransport, Ru
 from kvconnect.errors import BackendError, ConfigError
 from kvconnect.region import Region
 from kvconnect.registering import Memory
+from kvconnect_nixl.agent import Verb
 from kvconnect_nixl.held import Held
-from kvconnect_nixl.peers_agent import UCX, PeerAgent, Verb
+from kvconnect_nixl.peers_agent import UCX, PeerAgent
 from kvconnect_nixl.posted import Posted
 from kvconnect_nixl.rows import U64, plain
 

@@ -7,10 +7,9 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal
 
 from kvconnect.errors import BackendError
-from kvconnect_nixl.agent import Agent
+from kvconnect_nixl.agent import Agent, Verb
 from kvconnect_nixl.foreign import mapped
 from kvconnect_nixl.posted import Posted
 from kvconnect_nixl.rows import U64, check
@@ -28,8 +27,6 @@ UCX_DEFAULTS = {
 """Read by UCX when an agent is made; what the caller has set stays."""
 _DEVICES = "UCX_NET_DEVICES"
 _making = threading.Lock()
-
-Verb = Literal["WRITE", "READ"]
 
 
 class PeerAgent(Agent):
@@ -79,13 +76,12 @@ class PeerAgent(Agent):
 
         May block while it copies: UCX moves memory of the same host in the call itself.
         """
-        agent = self._get("move")
+        self._get("move")
         doing = f"{verb} of {len(local)} runs, agent {name}"
-        with mapped(doing):
-            # No prepared lists: giving one back waits for all transfers, and keeps the GIL.
-            sides = [agent.get_xfer_descs(check(rows), "DRAM") for rows in (local, remote)]
-            handle = agent.initialize_xfer(verb, *sides, name, b"", [UCX])
-        return Posted(agent, handle, doing, self._keeper)
+        # No prepared lists: giving one back waits for all transfers, and keeps the GIL.
+        return self._start(
+            UCX, verb, (("DRAM", check(local)), ("DRAM", check(remote))), name, doing
+        )
 
 
 @contextmanager
