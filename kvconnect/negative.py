@@ -55,6 +55,8 @@ class NegativeCache:
 
     def forget(self, hashes: Iterable[bytes]) -> None:
         """Let pages exist again that were stored."""
+        if not self._until:
+            return
         with self._lock:
             for page_hash in hashes:
                 self._until.pop(page_hash, None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -54,6 +55,13 @@ class BatchTransfer:
             self._dirty[index] = dirty and self.batch.op is Op.LOAD and status != Status.OK
             if cause:
                 self._causes[index] = cause
+
+    def settle_ok(self, index: Sequence[int]) -> None:
+        """Worker: fix the status of many keys as OK, at once."""
+        at = np.asarray(index, dtype=np.int64)
+        with self._lock:
+            self._status[at] = Status.OK
+            self._dirty[at] = False
 
     def finish(self) -> None:
         """Worker: let go of the memory. Nothing may be settled afterwards."""
@@ -105,6 +113,11 @@ class TimedTransfer(BatchTransfer):
         """Worker: fix the status of one key."""
         super().settle(index, status, cause, dirty=dirty)
         self._settled[index] = True
+
+    def settle_ok(self, index: Sequence[int]) -> None:
+        """Worker: fix the status of many keys as OK, at once."""
+        super().settle_ok(index)
+        self._settled[np.asarray(index, dtype=np.int64)] = True
 
     def settle_rest(self, status: int, cause: str, *, dirty: bool = False) -> None:
         """Worker: fix the status of all keys that have none."""

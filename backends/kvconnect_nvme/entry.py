@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -85,6 +86,20 @@ def table(values: list[bytes]) -> NDArray[np.void]:
     """Decode many entries at once, without their checks: (entries,) of `DTYPE`."""
     whole = [value for value in values if len(value) == NBYTES]
     return np.frombuffer(b"".join(whole), dtype=DTYPE)
+
+
+def rows(entries: Sequence[Entry]) -> NDArray[np.void]:
+    """Return entries as a table: (entries,) of `DTYPE`, without their checks."""
+    return np.array([(*entry, 0) for entry in entries], dtype=DTYPE)
+
+
+def pack_all(keys: Sequence[bytes], entries: NDArray[np.void]) -> list[bytes]:
+    """Encode a table, each entry with the check over itself and its packed key."""
+    packed, body = entries.tobytes(), _BODY.size
+    starts = range(0, len(packed), NBYTES)
+    bodies = [packed[at : at + body] for at in starts]
+    checks = [xxhash.xxh32_intdigest(k + b) for k, b in zip(keys, bodies, strict=True)]
+    return [b + _CHECK.pack(check) for b, check in zip(bodies, checks, strict=True)]
 
 
 def now_ms() -> int:

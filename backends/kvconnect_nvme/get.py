@@ -53,9 +53,11 @@ class _Get:
         now, good = codec.now_ms(), list[int]()
         for i, entry in self.found.items():
             status, cause = self._judge(i, entry, work, failed, gone, now)
-            self.job.settle(i, status, cause, dirty=i in work.dirty)
             if status is Status.OK:
                 good.append(i)
+            else:
+                self.job.settle(i, status, cause, dirty=i in work.dirty)
+        self.job.settle_ok(good)
         self.core.mark([self.found[i].address for i in good])
         self.core.count("get.read", len(good))
         self.core.count("get.bytes", int(self.job.memory.sizes[good].sum()))
@@ -64,8 +66,8 @@ class _Get:
         with self.core.env.read() as session:
             self.txn = int(session.txn.id())
             raws = self.core.index(session).raw(self.packed)
-        now = codec.now_ms()
-        for i, raw in enumerate(raws):
+        now, sizes = codec.now_ms(), self.job.memory.sizes.tolist()
+        for i, (raw, nbytes) in enumerate(zip(raws, sizes, strict=True)):
             if raw is None:
                 self.missed.append(i)
                 self.job.settle(i, Status.ABSENT)
@@ -78,9 +80,9 @@ class _Get:
                 self.job.settle(i, Status.IDENTITY, "the entry was made for another key; dropped")
             elif entry.expired(now):
                 self.job.settle(i, Status.ABSENT, "expired")
-            elif entry.nbytes != self.job.memory.sizes[i]:
+            elif entry.nbytes != nbytes:
                 self.missed.append(i)
-                cause = f"{entry.nbytes} B stored, {self.job.memory.sizes[i]} B asked for"
+                cause = f"{entry.nbytes} B stored, {nbytes} B asked for"
                 self.job.settle(i, Status.SIZE_MISMATCH, cause)
             else:
                 self.found[i] = entry

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+
+import numpy as np
 
 from kvconnect.batch_memory import BatchMemory
 from kvconnect_nvme.engine import Group
-from kvconnect_nvme.options import NvmeOptions, up
+from kvconnect_nvme.options import NvmeOptions, up_all
 from kvconnect_nvme.slabs import Slabs
 
 SMALLEST = 1 << 20
@@ -27,48 +29,52 @@ def group(
 
     `largest`: bytes of a group that is moved in place, unless one object is larger.
     """
-    total = sum(up(int(memory.sizes[i])) for i in places)
-    limit = min(max(total // options.io_threads, SMALLEST), largest)
-    # No more than the bounce buffers hold: neighbours must not fail where each alone would fit.
-    limits = {False: limit, True: min(limit, BOUNCED, options.bounce)}
-    groups: list[Group] = []
-    run: list[int] = []
-    end = start = 0
-    for i in sorted(places, key=places.__getitem__):
-        address, room = places[i], up(int(memory.sizes[i]))
-        joins = (
-            run
-            and address == end
-            and address % slabs.slab_bytes
-            and _bounced(memory, i) == _bounced(memory, run[0])
-            and address + room - start <= limits[_bounced(memory, i)]
+    if not places:
+        return []
+    return list(_Sorted(places, memory, slabs).groups(options, largest))
+
+
+class _Sorted:
+    """Objects by address, as columns: index in the batch, start, end, whether bounced."""
+
+    def __init__(self, places: Mapping[int, int], memory: BatchMemory, slabs: Slabs) -> None:
+        self._slabs = slabs
+        self._objects = sorted(places, key=places.__getitem__)
+        self._start = np.array([places[i] for i in self._objects], dtype=np.int64)
+        self._room = up_all(memory.sizes[self._objects])
+        self._end = self._start + self._room
+        self._bounced = memory.short[self._objects] | ~memory.aligned[self._objects]
+
+    def groups(self, options: NvmeOptions, largest: int) -> Iterator[Group]:
+        limit = min(max(int(self._room.sum()) // options.io_threads, SMALLEST), largest)
+        # No more than the bounce buffers hold: neighbours must not fail where each alone would
+        # fit.
+        limits = np.where(self._bounced, min(limit, BOUNCED, options.bounce), limit)
+        first = 0
+        for end in self._chains():
+            while first < end:
+                # As many as fit below the limit, one at least.
+                most = self._start[first] + limits[first]
+                fit = int(np.searchsorted(self._end[first:end], most, side="right"))
+                yield self._group(slice(first, first + max(fit, 1)))
+                first += max(fit, 1)
+
+    def _chains(self) -> list[int]:
+        """Return where each chain of neighbours of one slab and kind ends."""
+        start, bounced = self._start[1:], self._bounced[1:]
+        joins = (start == self._end[:-1]) & (start % self._slabs.slab_bytes != 0)
+        joins &= bounced == self._bounced[:-1]
+        return [*(np.flatnonzero(~joins) + 1).tolist(), len(self._objects)]
+
+    def _group(self, part: slice) -> Group:
+        start = int(self._start[part.start])
+        fd, offset = self._slabs.locate(start)
+        return Group(
+            slab=start // self._slabs.slab_bytes,
+            fd=fd,
+            offset=offset,
+            nbytes=int(self._end[part.stop - 1]) - start,
+            objects=tuple(self._objects[part]),
+            starts=tuple((self._start[part] - start).tolist()),
+            bounced=bool(self._bounced[part.start]),
         )
-        if not joins:
-            if run:
-                groups.append(_make(run, places, end, memory, slabs))
-            run, start = [], address
-        run.append(i)
-        end = address + room
-    if run:
-        groups.append(_make(run, places, end, memory, slabs))
-    return groups
-
-
-def _bounced(memory: BatchMemory, index: int) -> bool:
-    return bool(memory.short[index] or not memory.aligned[index])
-
-
-def _make(
-    run: list[int], places: Mapping[int, int], end: int, memory: BatchMemory, slabs: Slabs
-) -> Group:
-    start = places[run[0]]
-    fd, offset = slabs.locate(start)
-    return Group(
-        slab=start // slabs.slab_bytes,
-        fd=fd,
-        offset=offset,
-        nbytes=end - start,
-        objects=tuple(run),
-        starts=tuple(places[i] - start for i in run),
-        bounced=_bounced(memory, run[0]),
-    )

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvconnect_nvme import entry as codec
 from kvconnect_nvme import keys
 from kvconnect_nvme.entry import Entry
 from kvconnect_nvme.extents import Extents
-from kvconnect_nvme.options import BLOCK
-from kvconnect_nvme.tables import ONE, PLACE
+from kvconnect_nvme.options import BLOCK, up_all
+from kvconnect_nvme.tables import ONE, PLACE, PLACES, numbers, pieces
 
 
 class Index(Extents):
@@ -32,41 +35,43 @@ class Index(Extents):
         value = self.session.get(key, self.session.tables.entries)
         return None if value is None else codec.unpack(key, value)
 
-    def publish(self, objects: Sequence[tuple[bytes, Entry]]) -> None:
+    def publish(self, packed: Sequence[bytes], entries: NDArray[np.void]) -> None:
         """Make objects visible at their held extents, replacing what their keys had.
 
-        `objects`: (packed key, entry), no key twice; each entry gets its seq here, in this order.
-        The caller has already taken the extents out of `held`.
+        `packed`: keys, none twice; `entries`: (keys,) of `entry.DTYPE`, each gets its seq here,
+        in this order. The caller has already taken the extents out of `held`.
         """
-        if not objects:
+        if not len(packed):
             return
         session, counters = self.session, self.session.counters
-        known = self.raw([key for key, _ in objects])
-        for (key, _), value in zip(objects, known, strict=True):
+        for key, value in zip(packed, self.raw(packed), strict=True):
             if value is not None:
                 self.delete(key)
-        fresh = [
-            (key, Entry(e.address, e.nbytes, e.checksum, e.identity, seq, e.expiry, e.flags))
-            for seq, (key, e) in enumerate(objects, counters.seq)
-        ]
-        entries = [entry for _, entry in fresh]
-        counters.seq += len(fresh)
-        counters.used += sum(entry.room for entry in entries)
-        counters.objects += len(fresh)
-        counters.pinned += sum(entry.pinned for entry in entries)
+        entries["seq"] = np.arange(counters.seq, counters.seq + len(entries), dtype=np.uint64)
+        counters.seq += len(entries)
+        counters.used += int(up_all(entries["nbytes"].astype(np.int64)).sum())
+        counters.objects += len(entries)
+        counters.pinned += int(np.count_nonzero(entries["flags"] & codec.PINNED))
         # Sorted, neighbours go to the page where the one before went.
-        session.put_all(session.tables.entries, sorted((k, e.pack(k)) for k, e in fresh))
-        session.changed.update(((key, e.nbytes), e.expiry > 0) for key, e in fresh)
-        order = [(ONE.pack(entry.seq), key) for key, entry in fresh]
-        session.put_all(session.tables.order, order, append=True)
+        values = codec.pack_all(packed, entries)
+        session.put_all(session.tables.entries, sorted(zip(packed, values, strict=True)))
+        objects = zip(packed, entries["nbytes"].tolist(), strict=True)
+        session.changed.update(zip(objects, (entries["expiry"] > 0).tolist(), strict=True))
+        order = zip(numbers(entries["seq"]), packed, strict=True)
+        session.put_all(session.tables.order, list(order), append=True)
         self._occupy(entries)
 
-    def _occupy(self, entries: Sequence[Entry]) -> None:
-        places = sorted((ONE.pack(e.address), PLACE.pack(e.seq, e.room // BLOCK)) for e in entries)
+    def _occupy(self, entries: NDArray[np.void]) -> None:
+        entries = entries[np.argsort(entries["address"])]
+        owners = np.empty(len(entries), dtype=PLACES)
+        owners["seq"] = entries["seq"]
+        owners["blocks"] = up_all(entries["nbytes"].astype(np.int64)) // BLOCK
+        address = numbers(entries["address"])
         space = self.session.tables.space
         cursor = self.session.cursor(space)
         # Appending fills index pages whole where inserting would leave them half empty.
-        last = not cursor.last() or bytes(cursor.key()) < places[0][0]
+        last = not cursor.last() or bytes(cursor.key()) < address[0]
+        places = list(zip(address, pieces(owners), strict=True))
         self.session.put_all(space, places, append=last)
 
     def delete(self, key: bytes, seq: int | None = None) -> bool:
@@ -146,7 +151,7 @@ class Index(Extents):
         self.free(entry.address, entry.room)
         moved = entry._replace(address=address)
         session.txn.put(key, moved.pack(key), db=session.tables.entries)
-        self._occupy([moved])
+        self._occupy(codec.rows([moved]))
 
     def owner_at(self, address: int) -> tuple[int, int] | None:
         """Return (seq, nbytes) of the object that begins at `address`."""

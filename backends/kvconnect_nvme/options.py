@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvconnect.config import Bytes, parse_options
 from kvconnect.errors import ConfigError
 
@@ -85,6 +88,11 @@ def up(nbytes: int) -> int:
     >>> up(2304), up(4096)
     (4096, 4096)
     """
+    return -(-nbytes // BLOCK) * BLOCK
+
+
+def up_all(nbytes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Round many sizes up to whole blocks: (objects,) int64."""
     return -(-nbytes // BLOCK) * BLOCK
 
 

@@ -11,7 +11,6 @@ import time
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvconnect.backend import Status
 from kvconnect_nvme import entry as codec
@@ -22,7 +21,7 @@ from kvconnect_nvme.entry import Entry
 from kvconnect_nvme.extents import Extent, joined
 from kvconnect_nvme.foreign import status_of, translate
 from kvconnect_nvme.grouping import group
-from kvconnect_nvme.options import up
+from kvconnect_nvme.options import up_all
 from kvconnect_nvme.recall import Object, contradicted
 from kvconnect_nvme.tables import Session
 from kvconnect_nvme.work import Stopped, Storing, checksum
@@ -62,6 +61,8 @@ class _Put:
 
     def not_empty(self) -> list[int]:
         sizes = self.job.memory.sizes.tolist()
+        if all(sizes):
+            return list(range(len(sizes)))
         for index, size in enumerate(sizes):
             if not size:
                 self.job.settle(index, Status.SIZE_MISMATCH, "0 B; an object has at least one byte")
@@ -139,26 +140,30 @@ class _Put:
         return expiry, entry.flags | self.flags
 
     def _write_new(self, new: list[int]) -> None:
-        rooms = [up(int(self.job.memory.sizes[i])) for i in new]
+        sizes = up_all(self.job.memory.sizes[new]).tolist()
         keep = frozenset(entry.seq for entry in self.same.values())
-        got = self.core.arena.reserve(rooms, keep)
-        places: dict[int, int] = {}
-        for at, (i, place) in enumerate(zip(new, got.places, strict=True)):
-            if place is None:
-                self.job.settle(i, Status.NO_SPACE, got.causes.get(at, ""))
-            else:
-                places[i] = place
-        unused = {i: (place, up(int(self.job.memory.sizes[i]))) for i, place in places.items()}
+        got = self.core.arena.reserve(sizes, keep)
+        extents = {
+            i: (place, room)
+            for i, place, room in zip(new, got.places, sizes, strict=True)
+            if place is not None
+        }
+        if len(extents) < len(new):
+            for at, i in enumerate(new):
+                if i not in extents:
+                    self.job.settle(i, Status.NO_SPACE, got.causes.get(at, ""))
+        unused = dict(extents)
         try:
-            self._write(places, unused)
+            self._write(extents, unused)
         finally:
             # Whatever was not published stays held by this store and serves the next put.
             self.core.arena.give(list(unused.values()))
 
-    def _write(self, places: dict[int, int], unused: dict[int, Extent]) -> None:
+    def _write(self, extents: dict[int, Extent], unused: dict[int, Extent]) -> None:
         core, job = self.core, self.job
-        seeds = {i: keys.seed(self.packed[i]) for i in places} if core.options.checksum else None
+        seeds = {i: keys.seed(self.packed[i]) for i in extents} if core.options.checksum else None
         work = Storing(job.memory, core.bounce, job.check, seeds)
+        places = {i: address for i, (address, _) in extents.items()}
         groups = group(places, job.memory, core.slabs, core.options, core.engine.group_bytes)
         errors = core.engine.run(job.batch.op, groups, work)
         self._settle_failed(groups, errors)
@@ -171,10 +176,10 @@ class _Put:
             # Nobody waits any more; the space is reused.
             job.settle_rest(Status.TIMEOUT, "the deadline passed before it was published")
             return
-        self._publish(written, places, work.checksums)
+        self._publish(written, extents, work.checksums)
         for i in written:
             del unused[i]
-            job.settle(i, Status.OK)
+        job.settle_ok(written)
         core.count("put.written", len(written))
         core.count("put.bytes", int(job.memory.sizes[written].sum()))
 
@@ -190,24 +195,24 @@ class _Put:
             for i in one.objects:
                 self.job.settle(i, status, cause)
 
-    def _publish(self, written: list[int], places: dict[int, int], sums: dict[int, int]) -> None:
-        sizes, packed = self.job.memory.sizes.tolist(), self.packed
-        self.core.visited.forget(_addresses(places, written))
-        whose, rest = keys.identity, (0, self.expiry, self.flags)
-        objects = [
-            (packed[i], Entry(places[i], sizes[i], sums.get(i, 0), whose(packed[i]), *rest))
-            for i in written
-        ]
+    def _publish(
+        self, written: list[int], extents: dict[int, Extent], sums: dict[int, int]
+    ) -> None:
+        packed = [self.packed[i] for i in written]
+        held = [extents[i] for i in written]
+        entries = np.zeros(len(written), dtype=codec.DTYPE)
+        entries["address"] = [address for address, _ in held]
+        entries["nbytes"] = self.job.memory.sizes[written]
+        entries["checksum"] = [sums.get(i, 0) for i in written]
+        entries["identity"] = [keys.identity(key) for key in packed]
+        entries["expiry"], entries["flags"] = self.expiry, self.flags
+        self.core.visited.forget(entries["address"])
+        space = joined(held, self.core.slabs.slab_bytes)
 
         def change(session: Session) -> None:
             index = self.core.index(session)
-            rooms = [(places[i], up(sizes[i])) for i in written]
-            for address, nbytes in joined(rooms, self.core.slabs.slab_bytes):
+            for address, nbytes in space:
                 index.unhold(self.core.owner, address, nbytes)
-            index.publish(objects)
+            index.publish(packed, entries)
 
         self.core.env.write(change)
-
-
-def _addresses(places: dict[int, int], written: list[int]) -> NDArray[np.uint64]:
-    return np.array([places[i] for i in written], dtype=np.uint64)

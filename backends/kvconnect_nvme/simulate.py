@@ -42,15 +42,16 @@ def fill(location: str, objects: int, nbytes: int = BLOCK) -> float:
 
 
 def _publish(core: Core, session: Session, part: range, nbytes: int) -> None:
-    objects = []
+    packed, entries = [], []
     for number, address in zip(part, _places(core, part, up(nbytes)), strict=True):
         slab = address // core.slabs.slab_bytes
         core.slabs.file(slab).touch(mode=0o600)
         session.set_slab(slab, address % core.slabs.slab_bytes + up(nbytes))
         key = keys.pack(simulated_key(number))
         identity = keys.identity(key)
-        objects.append((key, Entry(address, nbytes, number, identity, 0, 0, codec.HASHED)))
-    core.index(session).publish(objects)
+        packed.append(key)
+        entries.append(Entry(address, nbytes, number, identity, 0, 0, codec.HASHED))
+    core.index(session).publish(packed, codec.rows(entries))
 
 
 def _places(core: Core, part: range, room: int) -> Iterator[int]:

@@ -19,16 +19,20 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import cast
+from typing import Any, cast
 
 import lmdb
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from kvconnect.errors import CorruptionError
 
 PAIR = struct.Struct(">QQ")
 ONE = struct.Struct(">Q")
 PLACE = struct.Struct(">QI")
+PLACES = np.dtype([("seq", ">u8"), ("blocks", ">u4")])
+"""Many values of `space` at once; each is what `PLACE` packs."""
 
 NAMES = ("entries", "order", "space", "free", "holes", "held", "slabs", "meta", "records")
 
@@ -158,3 +162,14 @@ class Session:
             self.txn.put(ONE.pack(number), ONE.pack(nbytes), db=self.tables.slabs)
         else:
             self.txn.delete(ONE.pack(number), db=self.tables.slabs)
+
+
+def pieces(rows: NDArray[Any]) -> list[bytes]:
+    """Return the bytes of each row."""
+    packed, size = rows.tobytes(), rows.itemsize
+    return [packed[at : at + size] for at in range(0, len(packed), size)]
+
+
+def numbers(values: NDArray[np.uint64]) -> list[bytes]:
+    """Return each number as `ONE` packs it."""
+    return pieces(values.astype(">u8"))

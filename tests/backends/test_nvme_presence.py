@@ -10,6 +10,7 @@ from kvconnect.backend import Op
 from kvconnect.testing.peer import Peer
 from kvconnect.testing.suite.base import filled, keys, move, put
 from kvconnect_nvme import open_backend, presence_file
+from kvconnect_nvme.entry import rows
 from kvconnect_nvme.keys import pack_all
 from tests.backends.presence_checks import (
     OPTIONS,
@@ -124,10 +125,10 @@ def test_two_changes_in_one_transaction(location):
             (first, second), entry = pack_all([one, two]), index.find(pack_all([one])[0])
             index.delete(first)
             index.hold(1, index.take(index.fit(4096), 4096))
-            index.publish([(first, entry)])
+            index.publish([first], rows([entry]))
             index.delete(first)
-            index.publish([(first, entry)])
-            index.publish([(second, entry)])
+            index.publish([first], rows([entry]))
+            index.publish([second], rows([entry]))
             index.delete(second)
 
         store.core.env.write(change)
@@ -148,7 +149,7 @@ def test_a_kill_half_way_through_applying(location):
             for before, after in zip(pack_all(old), pack_all(new), strict=True):
                 entry = index.find(before)
                 index.delete(before)
-                index.publish([(after, entry)])
+                index.publish([after], rows([entry]))
 
         store.core.env.write(replace)
         expected = dict.fromkeys(new, 100)

@@ -6,7 +6,7 @@ import pytest
 from kvconnect.backend import Op, Outcome, Status
 from kvconnect.testing.memory import Objects
 from kvconnect.testing.suite import keys
-from kvconnect.transfers import BatchTransfer, select, verified
+from kvconnect.transfers import BatchTransfer, TimedTransfer, select, verified
 
 
 def test_select_keeps_each_keys_runs():
@@ -48,6 +48,23 @@ def test_what_is_not_settled_reads_as_a_time_out(op):
     transfer.finish()
     assert transfer.done()
     assert transfer.settled(0)
+
+
+@pytest.mark.parametrize("op", Op)
+def test_many_are_settled_at_once(op):
+    transfer = TimedTransfer(Objects([[8], [16], [32], [64]]).batch(op, keys(4)), seconds=0.01)
+    transfer.settle_ok([3, 1])
+    transfer.settle_ok([])
+    outcome = transfer.wait(0)
+    assert outcome.status.tolist() == [Status.TIMEOUT, Status.OK, Status.TIMEOUT, Status.OK]
+    assert outcome.nbytes == 80
+    transfer.settle_rest(Status.BACKEND_ERROR, "broken", dirty=True)
+    outcome = transfer.wait(0)
+    bad = Status.BACKEND_ERROR
+    assert outcome.status.tolist() == [bad, Status.OK, bad, Status.OK]
+    assert dict(outcome.causes) == {0: "broken", 2: "broken"}
+    if op is Op.LOAD:
+        assert outcome.dirty.tolist() == [True, False, True, False]
 
 
 def test_an_outcome_is_a_copy():
