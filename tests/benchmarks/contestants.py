@@ -33,8 +33,7 @@ class Buffer:
     def __init__(self, nbytes: int, count: int) -> None:
         self.nbytes, self.count, self.half = nbytes, count, nbytes * count
         self.map = mmap.mmap(-1, 2 * self.half)
-        # How scattered the small pages are that a process happens to get made calls twice as
-        # long, whoever made them.
+        # Scattered small pages made calls up to twice as long, whoever made them.
         self.map.madvise(mmap.MADV_HUGEPAGE)
         self.array = np.frombuffer(self.map, dtype=np.uint8)
         self.address = self.array.ctypes.data
@@ -139,7 +138,6 @@ class KVConnect(Contestant):
         identity = kvconnect.Identity(
             model="bench", weights="none", dtype="bfloat16", page_size=1, layers=1, heads=1,
             head_dim=half // 2, v_head_dim=half // 2)  # fmt: skip
-        # Most of a store is not what one run writes; only slabs that are used take space.
         room = 8 * buffer.half
         self.store = kvconnect.open(f"nvme://{self.where(room)}capacity={room}&{self.options}")
         self.connector = kvconnect.Connector(
